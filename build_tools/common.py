@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every verb shares: paths, errors with a next step, progress, atomic writes."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Iterator, Sequence
+
+REPO = Path(__file__).resolve().parent.parent
+BUILD = REPO / "build"  # git-ignored; everything in it can be made again
+TREE = BUILD / "tree"
+EXT_BUILD = BUILD / "ext"
+DIST = REPO / "dist"
+PATCHES = REPO / "patches"
+OVERLAY = REPO / "transformer_engine"
+FORK_RELEASE = 1  # the N of 2.20.2+wgrad.N
+
+
+class ToolError(Exception):
+    """An error a user can act on.
+
+    Parameters
+    ----------
+    message : str
+        What is wrong, with the values that were seen.
+    next_step : str
+        What to run or change.
+    """
+
+    def __init__(self, message: str, next_step: str) -> None:
+        super().__init__(message)
+        self.next_step = next_step
+
+    def __str__(self) -> str:
+        return f"{self.args[0]}\n  next: {self.next_step}"
+
+
+def say(text: str) -> None:
+    """Print one line of progress to stderr, at once."""
+    print(f"[build_tools] {text}", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def step(what: str) -> Iterator[None]:
+    """Announce a long step and say how many seconds it took."""
+    say(f"{what} ...")
+    start = time.monotonic()
+    yield
+    say(f"{what}: {time.monotonic() - start:.0f} s")
+
+
+def cache_dir() -> Path:
+    """Folder of downloaded and built files: ``TE_WGRAD_CACHE`` or the user's cache folder."""
+    base = os.environ.get("TE_WGRAD_CACHE")
+    if base:
+        return Path(base)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "te-wgrad"
+
+
+def fork_version(base: str) -> str:
+    """Version of the fork's wheel for the upstream version ``base``."""
+    return f"{base}+wgrad.{FORK_RELEASE}"
+
+
+def sha256(path: Path) -> str:
+    """Hex sha256 of a file."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def hash_files(files: Sequence[Path], root: Path, *facts: str) -> str:
+    """Hex sha256 over the names (relative to ``root``) and contents of files, and ``facts``."""
+    digest = hashlib.sha256("\0".join(facts).encode())
+    for path in sorted(files):
+        digest.update(f"\0{path.relative_to(root)}\0{sha256(path)}".encode())
+    return digest.hexdigest()
+
+
+def no_space(error: OSError, where: Path) -> ToolError:
+    """The error for a full disk, with what is free and how to get more."""
+    free = shutil.disk_usage(existing_parent(where)).free >> 20
+    return ToolError(
+        f"No space left on the disk of {where} ({free} MiB free): {error}",
+        "free about 8 GB there, or point TE_WGRAD_CACHE and TMPDIR at another disk; "
+        "nothing half-written was kept.",
+    )
+
+
+def existing_parent(path: Path) -> Path:
+    """The nearest folder of ``path`` that exists."""
+    while not path.exists():
+        path = path.parent
+    return path
+
+
+@contextlib.contextmanager
+def atomic_file(target: Path) -> Iterator[Path]:
+    """Yield a temporary path beside ``target`` that replaces it when the block succeeds."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        yield temporary
+        temporary.chmod(0o644)
+        os.replace(temporary, target)
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            raise no_space(error, target) from error
+        raise
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def atomic_folder(target: Path) -> Iterator[Path]:
+    """Yield a new empty folder beside ``target`` that replaces it when the block succeeds."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}."))
+    try:
+        yield temporary
+        temporary.chmod(0o755)
+        if target.exists():
+            old = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}.old."))
+            os.replace(target, old / "x")
+            os.replace(temporary, target)
+            shutil.rmtree(old)
+        else:
+            os.replace(temporary, target)
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            raise no_space(error, target) from error
+        raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def run(command: Sequence[str], *, cwd: Path | None = None, env: dict | None = None) -> str:
+    """Run a command quietly and return its stdout.
+
+    Raises
+    ------
+    subprocess.CalledProcessError
+        When it fails; ``output`` and ``stderr`` hold what it printed.
+    """
+    done = subprocess.run(
+        [str(part) for part in command], cwd=cwd, env=env, text=True, capture_output=True
+    )
+    if done.returncode:
+        raise subprocess.CalledProcessError(
+            done.returncode, list(command), output=done.stdout, stderr=done.stderr
+        )
+    return done.stdout
+
+
+def require_python(version: tuple = tuple(sys.version_info[:2])) -> None:
+    """Stop when Python is older than Transformer Engine allows (3.10)."""
+    if tuple(version) < (3, 10):
+        raise ToolError(
+            f"Python {version[0]}.{version[1]} is too old: Transformer Engine needs 3.10 or newer.",
+            "create the environment with a newer Python, e.g. python3.12 -m venv .venv",
+        )

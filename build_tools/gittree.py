@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Git plumbing of the patched tree: how patches become commits and commits patches."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+from .common import PATCHES, ToolError, run
+
+PRISTINE = "pristine"  # tag of the unpatched commit
+APPLIED = "applied"  # tag of the last patch's commit, before the overlay commit
+OVERLAY_SUBJECT = "[overlay] Add the fork's own files"
+# The same pinned sources must give the same commit everywhere.
+IDENTITY = {
+    "GIT_AUTHOR_NAME": "te-wgrad",
+    "GIT_AUTHOR_EMAIL": "te-wgrad@localhost",
+    "GIT_AUTHOR_DATE": "2026-01-01T00:00:00Z",
+    "GIT_COMMITTER_NAME": "te-wgrad",
+    "GIT_COMMITTER_EMAIL": "te-wgrad@localhost",
+    "GIT_COMMITTER_DATE": "2026-01-01T00:00:00Z",
+}
+# A user's own git configuration must not change a byte of what comes out.
+NEUTRAL = {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_SYSTEM": os.devnull, "LC_ALL": "C"}
+
+
+def git(tree: Path, *arguments: str, author: bool = False) -> str:
+    """Run git in the tree with neutral settings and return its stdout."""
+    if not shutil.which("git"):
+        raise ToolError("git is not on PATH.", "install git (e.g. apt install git).")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
+    environment |= NEUTRAL | {k: v for k, v in IDENTITY.items() if author or "COMMITTER" in k}
+    settings = ["-c", "core.autocrlf=false", "-c", "commit.gpgsign=false", "-c", "gc.auto=0"]
+    return run(["git", *settings, *arguments], cwd=tree, env=environment)
+
+
+def ok(tree: Path, *arguments: str) -> bool:
+    """Whether a git command succeeds."""
+    try:
+        git(tree, *arguments)
+    except subprocess.CalledProcessError:
+        return False
+    return True
+
+
+def dirty(tree: Path) -> list[str]:
+    """Files that differ from the tree's last commit, untracked ones too."""
+    return [line[3:] for line in git(tree, "status", "--porcelain", "-uall").splitlines()]
+
+
+def require_tree(tree: Path) -> None:
+    """Stop when there is no tree."""
+    if not (tree / ".git").is_dir() or not ok(tree, "rev-parse", "-q", "--verify", PRISTINE):
+        raise ToolError(f"No source tree in {tree}.", "run `python -m build_tools tree`.")
+
+
+def read_series(patches: Path = PATCHES) -> list[str]:
+    """The patches in order, as paths relative to ``patches``.
+
+    ``upstream_only`` patches touch files that no package carries and are left out.
+    """
+    path = patches / "series"
+    if not path.is_file():
+        raise ToolError(f"{path} is missing.", "restore it: git checkout patches/series")
+    lines = (line.split("#")[0].strip() for line in path.read_text().splitlines())
+    return [line for line in lines if line]
+
+
+def buildable(series: list[str]) -> list[str]:
+    """The entries that apply to the packages' files."""
+    return [name for name in series if not name.startswith("upstream_only/")]
+
+
+def format_patch(tree: Path, commit: str) -> str:
+    """One commit as a mail patch: one line of context, no versions, no statistics."""
+    return git(
+        tree, "format-patch", "-1", "--stdout", "-U1", "-k", "-N", "--zero-commit", "--full-index",
+        "--no-stat", "--no-signature", "--no-renames", "--diff-algorithm=myers", commit,
+    )  # fmt: skip
+
+
+def patch_commits(tree: Path) -> list[str]:
+    """Commits after the pristine one, oldest first, without the overlay's."""
+    lines = git(tree, "log", "--reverse", "--format=%H %s", f"{PRISTINE}..HEAD").splitlines()
+    return [line.split(" ", 1)[0] for line in lines if line.split(" ", 1)[1] != OVERLAY_SUBJECT]
