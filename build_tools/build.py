@@ -24,7 +24,7 @@ from pathlib import Path
 from . import environment
 from .apply import apply
 from .common import BUILD, DIST, EXT_BUILD, REPO, TREE, ToolError, atomic_file, cache_dir
-from .common import fork_version, hash_files, no_space, say, step
+from .common import fork_version, hash_files, no_space, say, sha256, step
 from .fetch import core_folder, load_lock
 from .prune import parse_archs, prune, verify_loads
 from .tree import make_tree, pristine_copy
@@ -51,8 +51,8 @@ def extension_key(tree: Path) -> str:
     nvcc = environment.cuda_toolkit(facts.cuda_major)
     options = [f"{k}={os.environ.get(k, '')}" for k in ("CXX", "CXXFLAGS", "NVTE_WITH_NCCL_EP", "NVTE_BUILD_DEBUG")]
     return hash_files(
-        [*sources, REPO / "CMakeLists.txt"], Path(os.path.commonpath([tree.resolve(), REPO])),
-        facts.version, facts.cuda, environment.extension_suffix(), environment.compiler_version(),
+        sources, tree, sha256(REPO / "CMakeLists.txt"), facts.version, facts.cuda,
+        environment.extension_suffix(), environment.compiler_version(),
         subprocess.run([nvcc, "--version"], text=True, capture_output=True).stdout, *options,
     )  # fmt: skip
 
@@ -206,11 +206,10 @@ def stage_stock(target: Path) -> None:
 def wheel_key() -> str:
     """Hash over everything the wheel's content depends on."""
     tree = patched_tree()
+    own = [*(REPO / "build_tools").glob("*.py"), REPO / "setup.py", REPO / "pyproject.toml"]
     return hash_files(
-        [*python_files(tree), REPO / "setup.py", REPO / "pyproject.toml"],
-        Path(os.path.commonpath([tree.resolve(), REPO])),
-        extension_key(tree), os.environ.get("NVTE_CUDA_ARCHS", ""), json.dumps(load_lock()),
-        str(git_commit()),
+        python_files(tree), tree, hash_files(own, REPO), extension_key(tree),
+        os.environ.get("NVTE_CUDA_ARCHS", ""), json.dumps(load_lock()), str(git_commit()),
     )  # fmt: skip
 
 
@@ -241,9 +240,11 @@ def build_wheel(out: Path = DIST) -> Path:
                     if "[build_tools]" in line:
                         say("  " + line.split("[build_tools]")[1].strip())
         if pip.returncode:
-            own = [i for i, line in enumerate(lines) if line.strip().startswith("error: ")]
+            # What our own code or Python said stands before pip's summary.
+            ends = [i for i, line in enumerate(lines) if "subprocess-exited-with-error" in line]
+            end = ends[0] if ends else len(lines)
             raise ToolError(
-                "pip could not build the wheel:\n" + "\n".join(lines[own[0] :][:20] if own else lines[-20:]),
+                "pip could not build the wheel:\n" + "\n".join(lines[max(0, end - 12) : end]),
                 "mend what it names and run `python -m build_tools build` again.",
             )
         made = next(Path(name).glob("*.whl"))

@@ -110,7 +110,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cuda", type=int, choices=(12, 13), default=13, help="CUDA major version")
     parser.add_argument("--no-wheels", action="store_true", help="the node has all packages")
     parser.add_argument("--core", type=Path, help="unpruned core library (default: fetched)")
-    parser.add_argument("--tree", type=Path, default=TREE, help="patched tree (default: build/tree)")
+    parser.add_argument(
+        "--tree", type=Path, default=TREE, help="patched tree (default: build/tree)"
+    )
     parser.add_argument("-o", "--output", type=Path, help="default: dist/te-wgrad-bundle-...tar.xz")
 
 
@@ -416,7 +418,9 @@ def pack(root: Path, target: Path) -> None:
         return
     # The program uses every core, the module only one. The block size bounds its memory.
     with open(target, "wb") as file:
-        with subprocess.Popen([xz, "-6", "-T0", "-c"], stdin=subprocess.PIPE, stdout=file) as process:
+        with subprocess.Popen(
+            [xz, "-6", "-T0", "-c"], stdin=subprocess.PIPE, stdout=file
+        ) as process:
             write(process.stdin)
             process.stdin.close()
             if process.wait():

@@ -57,7 +57,9 @@ def check_node(manifest: dict, node: dict) -> list[Problem]:
         )
         return problems
     if node["machine"] != "x86_64":
-        problems.append(Problem(f"The libraries are for x86_64, not {node['machine']}.", "use an x86_64 node."))
+        problems.append(
+            Problem(f"The libraries are for x86_64, not {node['machine']}.", "use an x86_64 node.")
+        )
     if node["python"] != manifest["python"] and (manifest["wheels"] or not manifest["sources"]):
         problems.append(
             Problem(
@@ -205,7 +207,8 @@ def build_extension(root: Path, build: Path, jobs: int, manifest: dict) -> Path:
     ninja = shutil.which("ninja") or next((str(p) for p in tools.rglob("bin/ninja")), None)
     if ninja is None:
         fail("The extension must be built here and ninja is not on PATH.", "install ninja.")
-    os.chmod(ninja, 0o755) if str(tools) in ninja else None
+    if str(tools) in ninja:
+        os.chmod(ninja, 0o755)  # unpacking a zip drops the mode
     log = build / "build.log"
     configure = ["cmake", "-S", root / "sources", "-B", build / "ext", "-G", "Ninja"]
     configure += [f"-DCMAKE_MAKE_PROGRAM={ninja}", f"-DPython_EXECUTABLE={sys.executable}"]
@@ -290,7 +293,9 @@ def main() -> None:
         "python": node["python"],
     }
     info = target / f"{PACKAGE}-{manifest['version']}.dist-info"
-    wheels = missing_wheels(manifest, node["distributions"], {"run"} | ({"test"} if args.tests else set()))
+    wheels = missing_wheels(
+        manifest, node["distributions"], {"run"} | ({"test"} if args.tests else set())
+    )
     done = (info / MARK).is_file() and json.loads((info / MARK).read_text()) == mark
     if done and (target / PACKAGE / "libtransformer_engine.so").is_file() and not wheels:
         print(f"{manifest['version']} is installed in {target}; nothing to do")
@@ -314,21 +319,30 @@ def main() -> None:
     stage = Path(tempfile.mkdtemp(dir=target, prefix=".te-wgrad-stage."))
     try:
         shutil.copytree(root / "payload" / PACKAGE, stage / PACKAGE)
-        shutil.copyfile(ext, stage / PACKAGE / f"transformer_engine_torch{sysconfig.get_config_var('EXT_SUFFIX')}")
+        shutil.copyfile(
+            ext,
+            stage / PACKAGE / f"transformer_engine_torch{sysconfig.get_config_var('EXT_SUFFIX')}",
+        )
         write_dist_info(stage, manifest, mark)
         swap_in(stage, target)
     except OSError as error:
         fail(f"Cannot write to {target}: {error}", "free 400 MB there or pass --target DIR.")
     finally:
         shutil.rmtree(stage, ignore_errors=True)
+    # torch first: it brings the CUDA, cuDNN and NCCL libraries into the process.
     code = (
-        "import transformer_engine.pytorch, transformer_engine as te; "
+        "import torch, transformer_engine.pytorch, transformer_engine as te; "
         "print(te.__version__, te.__file__)"
     )
     env = dict(os.environ, PYTHONPATH=f"{target}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    check = subprocess.run([sys.executable, "-c", code], env=env, cwd=target, text=True, capture_output=True)
+    check = subprocess.run(
+        [sys.executable, "-c", code], env=env, cwd=target, text=True, capture_output=True
+    )
     if check.returncode:
-        fail(f"Installed, but it does not import:\n{check.stderr.strip()[-2000:]}", "see the error.")
+        (info / MARK).unlink()  # so that the next run installs again instead of stopping early
+        fail(
+            f"Installed, but it does not import:\n{check.stderr.strip()[-2000:]}", "see the error."
+        )
     print(f"{check.stdout.splitlines()[-1]} ({time.monotonic() - start:.0f} s)")
 
 

@@ -111,7 +111,9 @@ def parse_archs(text: str | None) -> set[str] | None:
         if word == "native":
             found |= native_archs()
             continue
-        match = re.fullmatch(r"(?:sm_?|compute_)?(?:(\d{1,2})\.(\d)|(\d{2,3}))[af]?(?:-real)?", word)
+        match = re.fullmatch(
+            r"(?:sm_?|compute_)?(?:(\d{1,2})\.(\d)|(\d{2,3}))[af]?(?:-real)?", word
+        )
         if not match:
             raise ToolError(
                 f"'{word}' (in '{text}') names no GPU architecture.",
@@ -198,7 +200,9 @@ def prune(source: Path, target: Path, archs: set[str] | None) -> None:
                             data[entry.start : entry.start + entry.size] = bytes(entry.size)
             _strip(temporary)
     dropped = sum(entry.size for entry in drop)
-    say(f"{target.name}: {dropped / 1e6:.0f} MB of code zeroed, {target.stat().st_size / 1e6:.0f} MB")
+    say(
+        f"{target.name}: {dropped / 1e6:.0f} MB of code zeroed, {target.stat().st_size / 1e6:.0f} MB"
+    )
 
 
 def verify_loads(path: Path, python: str = sys.executable) -> None:
@@ -228,7 +232,9 @@ def load(path):
             load(found[0])
 load(sys.argv[1])
 """
-    done = subprocess.run([python, "-c", code, str(Path(path).resolve())], text=True, capture_output=True)
+    done = subprocess.run(
+        [python, "-c", code, str(Path(path).resolve())], text=True, capture_output=True
+    )
     if done.returncode:
         why = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         raise ToolError(

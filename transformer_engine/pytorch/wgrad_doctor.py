@@ -47,7 +47,8 @@ OK, WRONG, RAISES, ABSENT = "ok", "WRONG", "raises", "n/a"
 
 # The packed weight is experimental upstream: without this variable the request is dropped.
 _SINGLE_WEIGHT_GATE = "NVTE_GROUPED_LINEAR_SINGLE_PARAM"
-# Arguments that are the feature under test. Any other one is left out where it is unknown.
+# Arguments that are the feature under test. Any other one, and these where they are switched off,
+# are left out where they are unknown.
 _FEATURES = (
     "delay_wgrad_compute",
     "fuse_wgrad_accumulation",
@@ -141,7 +142,7 @@ class Bench:
         known = inspect.signature(maker).parameters
         if not any(p.kind is p.VAR_KEYWORD for p in known.values()):
             for argument in [name for name in wanted if name not in known]:
-                if argument in _FEATURES:
+                if argument in _FEATURES and wanted[argument]:
                     raise FeatureAbsent("{} has no argument {}".format(name, argument))
                 del wanted[argument]
         if seed is not None:
@@ -793,7 +794,7 @@ def main(arguments=None):
     options = _parser().parse_args(arguments)
     if options.list:
         for name, (promise, _) in ROWS.items():
-            print("{:32}{}".format(name, promise))
+            print("{:<{}}{}".format(name, max(map(len, ROWS)) + 2, promise))
         return 0
     try:
         unknown = [name for name in options.row or [] if name not in ROWS]

@@ -1,0 +1,7 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# The series applies without fuzz, exports byte-identically, and passes lint.
+source "$(dirname "$0")/env.sh"
+"$PYTHON" -m build_tools apply
+"$PYTHON" -m build_tools export --check
+"$PYTHON" -m build_tools lint
