@@ -1,0 +1,419 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run the real, built Transformer Engine on a machine without a GPU. For tests only.
+
+:func:`install` answers torch's device queries as if one GPU of compute
+capability 9.0 were there, keeps every tensor on the CPU, and replaces the
+compute entry points of ``transformer_engine_torch`` with independent references
+in plain torch: inputs are widened to fp32, accumulated there, and rounded once
+to the output type. Memory that torch calls uninitialised comes back filled with
+NaN, so a value that no kernel wrote is seen.
+
+What this shows: which gradient goes where, how often, and when. What it does
+not show: the CUDA kernels, streams, graphs, FP8. Entry points without a
+reference here raise NotImplementedError with their name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import types
+from typing import Callable, Optional
+
+import torch
+import torch.nn.functional as F
+
+__all__ = ["install"]
+
+_installed = False
+
+
+def install() -> None:
+    """Patch torch and, as it is imported, the extension. A second call does nothing.
+
+    Raises
+    ------
+    RuntimeError
+        When there is a GPU: tests then run on it.
+    """
+    global _installed  # pylint: disable=global-statement
+    if _installed:
+        return
+    if torch.cuda.is_available():
+        raise RuntimeError("A GPU is there: run the tests on it, without the CPU executor.")
+    _answer_device_queries()
+    _keep_tensors_on_cpu()
+    # The common package loads both libraries; the modules bind the extension's
+    # names when they are imported, so it is patched in between.
+    import transformer_engine.common  # noqa: F401  pylint: disable=import-outside-toplevel,unused-import
+    from transformer_engine.common import load_framework_extension  # pylint: disable=import-outside-toplevel
+
+    if "transformer_engine_torch" not in sys.modules:
+        load_framework_extension("torch")
+    _replace_entry_points(sys.modules["transformer_engine_torch"])
+    _installed = True
+
+
+# --- torch ------------------------------------------------------------------
+
+
+class _Stream:
+    """Stands for the one stream: everything has run when it returns."""
+
+    cuda_stream = 0
+    stream_id = 0
+    device = torch.device("cpu")
+
+    def __init__(self, *_args, **_kwargs) -> None:
+        pass
+
+    def _nothing(self, *_args, **_kwargs) -> None:
+        """Streams, events: there is nothing to wait for."""
+
+    wait_stream = wait_event = synchronize = record = wait = _nothing
+
+    def record_event(self, event=None):
+        """An event that has happened."""
+        return event or _Stream()
+
+    def query(self) -> bool:
+        """Done."""
+        return True
+
+
+def _answer_device_queries() -> None:
+    properties = types.SimpleNamespace(
+        name="CPU executor", major=9, minor=0, multi_processor_count=132, total_memory=16 << 30
+    )
+    answers = {
+        "is_available": True,
+        "is_initialized": True,
+        "current_device": 0,
+        "device_count": 1,
+        "get_device_properties": properties,
+        "get_device_capability": (9, 0),
+        "get_device_name": properties.name,
+        "is_current_stream_capturing": False,
+        "synchronize": None,
+        "current_stream": _Stream(),
+        "default_stream": _Stream(),
+        "empty_cache": None,
+        "is_bf16_supported": True,
+        "set_device": None,
+        "get_rng_state": torch.get_rng_state(),
+        "set_rng_state": None,
+    }
+    for name, answer in answers.items():
+        setattr(torch.cuda, name, lambda *_a, _answer=answer, **_k: _answer)
+    torch.cuda.Stream = torch.cuda.Event = _Stream
+    for name in ("device", "stream"):
+        setattr(torch.cuda, name, lambda *_a, **_k: contextlib.nullcontext())
+    for name in ("range_push", "range_pop", "mark"):
+        setattr(torch.cuda.nvtx, name, lambda *_a, **_k: None)
+    # torch seeds the GPU's generators too when one seems to be there.
+    torch.cuda.manual_seed = torch.cuda.manual_seed_all = lambda *_a, **_k: None
+    torch.cuda._is_in_bad_fork = lambda: False  # pylint: disable=protected-access
+    torch.Tensor.is_cuda = property(lambda self: True)
+    torch.Tensor.cuda = lambda self, *_a, **_k: self
+    torch.Tensor.record_stream = lambda self, _stream: None
+
+
+def _cpu(device):
+    """The CPU for a CUDA device or index; other devices (meta) as they are."""
+    if isinstance(device, int) or (device is not None and torch.device(device).type == "cuda"):
+        return torch.device("cpu")
+    return device
+
+
+def _keep_tensors_on_cpu() -> None:
+    def wrap(owner, name: str, fill: bool) -> None:
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def factory(*args, **kwargs):
+            if "device" in kwargs:
+                kwargs["device"] = _cpu(kwargs["device"])
+            out = original(*args, **kwargs)
+            if fill and (out.is_floating_point() or out.is_complex()) and out.device.type != "meta":
+                with torch.no_grad():
+                    out.fill_(float("nan"))
+            return out
+
+        setattr(owner, name, factory)
+
+    for name in ("empty", "empty_like", "empty_strided"):
+        wrap(torch, name, True)
+    for name in ("new_empty", "new_empty_strided"):
+        wrap(torch.Tensor, name, True)
+    for name in (
+        "zeros", "zeros_like", "ones", "ones_like", "full", "full_like", "tensor", "arange",
+        "rand", "randn", "randint", "rand_like", "randn_like", "linspace", "as_tensor",
+    ):  # fmt: skip
+        wrap(torch, name, False)
+    for name in ("new_zeros", "new_ones", "new_full", "new_tensor"):
+        wrap(torch.Tensor, name, False)
+    to = torch.Tensor.to
+
+    @functools.wraps(to)
+    def to_cpu(self, *args, **kwargs):
+        args = [
+            _cpu(a) if isinstance(a, (str, torch.device)) and not isinstance(a, torch.dtype) else a
+            for a in args
+        ]
+        if "device" in kwargs:
+            kwargs["device"] = _cpu(kwargs["device"])
+        return to(self, *args, **kwargs)
+
+    torch.Tensor.to = to_cpu
+
+
+# --- GEMM -------------------------------------------------------------------
+
+
+def _no_quantizer(name: str, *things) -> None:
+    """References hold for plain tensors only."""
+    for thing in things:
+        if thing is not None and not isinstance(thing, torch.Tensor):
+            raise NotImplementedError(
+                f"{name} with {type(thing).__name__}: the CPU executor has no quantized references; "
+                "run this on a GPU."
+            )
+
+
+def _product(a, transa: bool, b, transb: bool) -> torch.Tensor:
+    """fp32 ``op(B) @ op(A)`` of the operands as 2-D matrices (the extension's order)."""
+    a, b = (t.reshape(-1, t.shape[-1]).float() for t in (a, b))
+    return (b.t() if transb else b) @ (a.t() if transa else a)
+
+
+def _store(acc, out, dtype, accumulate: bool, beta: float = 1.0) -> torch.Tensor:
+    """Round ``acc`` once: into ``out`` when given, on top of it when accumulating."""
+    if out is None:
+        return acc.to(dtype)
+    acc = acc.view_as(out)
+    out.copy_(out.float() * beta + acc if accumulate else acc)
+    return out
+
+
+class _References:
+    """One method an entry point, with the entry point's name and argument order."""
+
+    def __init__(self, tex) -> None:
+        names = {"Float32": "float32", "Float16": "float16", "BFloat16": "bfloat16"}
+        self._types = {getattr(tex.DType, f"k{k}"): getattr(torch, v) for k, v in names.items()}
+
+    def _dtype(self, te_type, default=None) -> torch.dtype:
+        return default if te_type is None else self._types[te_type]
+
+    def generic_gemm(
+        self, a, transa, b, transb, out, quantizer, out_dtype, bias, bias_type, gelu, gelu_in, grad,
+        workspace, workspace_size, accumulate, use_split_accumulator, comm_overlap=None,
+        comm_type=None, extra_output=None, bulk_overlap=False, alpha=1.0, beta=None,
+    ):  # fmt: skip
+        """``D = alpha * op(B) @ op(A) (+ beta * D)`` with bias, GELU, and their backward."""
+        del bias_type, workspace, workspace_size, use_split_accumulator, comm_type, bulk_overlap
+        _no_quantizer("generic_gemm", a, b, out, quantizer, comm_overlap)
+        acc = _product(a, transa, b, transb) * alpha
+        shape = acc.shape if transb else (*b.shape[:-1], acc.shape[-1])
+        bias_grad = None
+        if bias is not None and bias.numel() and not grad:
+            acc = acc + bias.float()
+        if gelu and grad:
+            acc = _backward(_gelu, acc, gelu_in.reshape(acc.shape).float())
+        if bias is not None and bias.numel() and grad:
+            # Of the weight gradient it is dY's column sum, of a GELU backward the result's.
+            rows = acc if gelu else b.reshape(-1, b.shape[-1]).float()
+            bias_grad = rows.sum(dim=0).to(bias.dtype)
+        dtype = self._dtype(out_dtype, a.dtype) if out is None else out.dtype
+        if gelu and not grad:
+            gelu_in = acc.to(dtype).view(shape)
+            acc = _gelu(acc)
+        result = _store(acc.view(shape), out, dtype, accumulate, 1.0 if beta is None else beta)
+        return result, bias_grad, gelu_in if gelu else None, extra_output
+
+    def te_general_grouped_gemm(
+        self, a, transa, b, transb, out, out_dtype, m_splits, bias, bias_type, single_output,
+        pre_gelu_out, grad, workspace, workspace_size, accumulate, use_split_accumulator,
+        math_sm_count,
+    ):  # fmt: skip
+        """One GEMM a group; the bias list holds biases, or receives bias gradients."""
+        del bias_type, workspace, workspace_size, use_split_accumulator, math_sm_count
+        _no_quantizer("te_general_grouped_gemm", *a, *b)
+        if any(t is not None and t.numel() for t in pre_gelu_out):
+            raise NotImplementedError("te_general_grouped_gemm with GELU: run this on a GPU.")
+        if single_output:
+            outs = torch.split(out[0].view(-1, out[0].shape[-1]), list(m_splits))
+        else:
+            outs = out or [None] * len(a)
+        results = []
+        for i, (left, right) in enumerate(zip(a, b)):
+            acc = _product(left, transa, right, transb)
+            if bias[i].numel() and not grad:
+                acc = acc + bias[i].float()
+            if bias[i].numel() and grad:
+                bias[i].copy_(right.reshape(-1, right.shape[-1]).float().sum(dim=0))
+            results.append(_store(acc, outs[i], self._dtype(out_dtype), accumulate))
+        return bias if out else results
+
+    def bulk_allocate(self, shapes, dtypes, device=None, alignments=None):
+        """Tensors of the shapes; the real one packs them into one buffer."""
+        del device, alignments
+        return [torch.empty(tuple(s), dtype=d) for s, d in zip(shapes, dtypes)]
+
+    # --- normalisation: statistics in fp32, one a row -----------------------
+
+    def layernorm_fwd(
+        self, x, weight, bias, eps, out, quantizer, out_dtype, sm_margin, zero_centered
+    ):
+        """``(out, mean, rsigma)`` over the last dimension."""
+        del sm_margin
+        _no_quantizer("layernorm_fwd", x, quantizer)
+        wide = x.float()
+        mean = wide.mean(-1)
+        rsigma = torch.rsqrt((wide - mean[..., None]).square().mean(-1) + eps)
+        y = (wide - mean[..., None]) * rsigma[..., None] * _gamma(weight, zero_centered)
+        if bias is not None:
+            y = y + bias.float()
+        return [_store(y, out, self._dtype(out_dtype, x.dtype), False), mean, rsigma]
+
+    def layernorm_bwd(self, dz, x, mean, rsigma, weight, sm_margin, zero_centered):
+        """``(dx, dgamma, dbeta)``."""
+        del sm_margin
+        wide = x.float()
+        normed = (wide - mean.view(-1, 1)) * rsigma.view(-1, 1)
+        scaled = dz.float() * _gamma(weight, zero_centered)
+        dx = scaled - scaled.mean(-1, True) - normed * (scaled * normed).mean(-1, True)
+        dgamma, dbeta = (dz.float() * normed).sum(0), dz.float().sum(0)
+        return [
+            (dx * rsigma.view(-1, 1)).to(x.dtype), dgamma.to(weight.dtype), dbeta.to(weight.dtype)
+        ]  # fmt: skip
+
+    def rmsnorm_fwd(self, x, weight, eps, out, quantizer, out_dtype, sm_margin, zero_centered):
+        """``(out, None, rsigma)`` over the last dimension."""
+        del sm_margin
+        _no_quantizer("rmsnorm_fwd", x, quantizer)
+        rsigma = torch.rsqrt(x.float().square().mean(-1) + eps)
+        y = x.float() * rsigma[..., None] * _gamma(weight, zero_centered)
+        return [_store(y, out, self._dtype(out_dtype, x.dtype), False), None, rsigma]
+
+    def rmsnorm_bwd(self, dz, x, rsigma, weight, sm_margin, zero_centered):
+        """``(dx, dgamma)``."""
+        return self._rmsnorm_bwd(dz, x, None, rsigma, weight, zero_centered)
+
+    def rmsnorm_bwd_add(self, dz, x, add, rsigma, weight, sm_margin, zero_centered):
+        """``(dx + add, dgamma)``, rounded once."""
+        return self._rmsnorm_bwd(dz, x, add, rsigma, weight, zero_centered)
+
+    def _rmsnorm_bwd(self, dz, x, add, rsigma, weight, zero_centered):
+        normed = x.float() * rsigma.view(-1, 1)
+        scaled = dz.float() * _gamma(weight, zero_centered)
+        dx = (scaled - normed * (scaled * normed).mean(-1, True)) * rsigma.view(-1, 1)
+        dx = dx if add is None else dx + add.float().view_as(dx)
+        return [dx.to(x.dtype), (dz.float() * normed).sum(0).to(weight.dtype)]
+
+    def bgrad_quantize(self, grad, quantizer):
+        """``(bias gradient, gradient)`` without a quantizer."""
+        _no_quantizer("bgrad_quantize", quantizer)
+        return [grad.reshape(-1, grad.shape[-1]).float().sum(0).to(grad.dtype), grad]
+
+
+def _gamma(weight, zero_centered: bool) -> torch.Tensor:
+    return weight.float() + 1.0 if zero_centered else weight.float()
+
+
+# --- activations ------------------------------------------------------------
+
+
+def _gelu(x):
+    return F.gelu(x, approximate="tanh")
+
+
+def _gated(act: Callable) -> Callable:
+    """``act(first half) * second half`` along the last dimension."""
+
+    def function(x):
+        left, right = x.chunk(2, dim=-1)
+        return act(left) * right
+
+    return function
+
+
+_PLAIN = {
+    "gelu": _gelu,
+    "qgelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "relu": torch.relu,
+    "srelu": lambda x: torch.relu(x).square(),
+    "silu": F.silu,
+}
+_GATED = {
+    "glu": _gated(torch.sigmoid), "geglu": _gated(_gelu), "qgeglu": _gated(_PLAIN["qgelu"]),
+    "reglu": _gated(torch.relu), "sreglu": _gated(_PLAIN["srelu"]), "swiglu": _gated(F.silu),
+}  # fmt: skip
+
+
+def _backward(function: Callable, grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """fp32 gradient of ``function`` at ``x``, by torch's autograd."""
+    with torch.enable_grad():
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(function(x), x, grad)[0]
+
+
+def _activations() -> dict:
+    table = {}
+    for name, function in (_PLAIN | _GATED).items():
+
+        def forward(x, quantizer, _name=name, _function=function):
+            _no_quantizer(_name, x, quantizer)
+            return _function(x.float()).to(x.dtype)
+
+        def backward(grad, x, quantizer, _name=name, _function=function):
+            _no_quantizer(f"d{_name}", grad, quantizer)
+            return _backward(_function, grad.float(), x.float()).to(grad.dtype)
+
+        def with_bias(grad, x, quantizer, _name=name, _function=function):
+            _no_quantizer(f"dbias_d{_name}", grad, quantizer)
+            wide = _backward(_function, grad.float(), x.float())
+            return [wide.reshape(-1, wide.shape[-1]).sum(0).to(grad.dtype), wide.to(grad.dtype)]
+
+        table[name], table[f"d{name}"] = forward, backward
+        if name in _PLAIN:
+            table[f"dbias_d{name}"] = with_bias
+    return table
+
+
+# --- the extension ----------------------------------------------------------
+
+# Host-only queries that the real extension answers without a GPU.
+_HOST = {"get_cublasLt_version", "get_cudnn_version", "get_num_cublas_streams", "ubuf_built_with_mpi",
+         "get_grouped_gemm_setup_workspace_size"}  # fmt: skip
+
+
+def _missing(name: str) -> Callable:
+    def function(*_args, **_kwargs):
+        raise NotImplementedError(f"{name}: the CPU executor has no reference; run this on a GPU.")
+
+    function.__name__ = name
+    return function
+
+
+def _without_grad(function: Callable) -> Callable:
+    """Entry points compute on raw memory: autograd never sees them."""
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        with torch.no_grad():
+            return function(*args, **kwargs)
+
+    return call
+
+
+def _replace_entry_points(tex: Optional[types.ModuleType]) -> None:
+    references = _References(tex)
+    own = {n: getattr(references, n) for n in vars(_References) if not n.startswith("_")}
+    own |= _activations()
+    for name in dir(tex):
+        entry = getattr(tex, name)
+        if name.startswith("_") or isinstance(entry, type) or not callable(entry) or name in _HOST:
+            continue
+        setattr(tex, name, _without_grad(own[name]) if name in own else _missing(name))
