@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import sys
 import types
-from typing import Callable, Optional
+from typing import Callable
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +31,7 @@ _installed = False
 
 
 def install() -> None:
-    """Patch torch and, as it is imported, the extension. A second call does nothing.
+    """Patch torch, import Transformer Engine and patch it. A second call does nothing.
 
     Raises
     ------
@@ -44,13 +45,11 @@ def install() -> None:
         raise RuntimeError("A GPU is there: run the tests on it, without the CPU executor.")
     _answer_device_queries()
     _keep_tensors_on_cpu()
-    # The common package loads both libraries; the modules bind the extension's
-    # names when they are imported, so it is patched in between.
-    import transformer_engine.common  # noqa: F401  pylint: disable=import-outside-toplevel,unused-import
-    from transformer_engine.common import load_framework_extension  # pylint: disable=import-outside-toplevel
+    # Triton and the JIT fusers compile for a GPU; TE then runs them as plain Python.
+    os.environ["NVTE_TORCH_COMPILE"] = "0"
+    torch.accelerator.current_device_index = lambda: 0
+    import transformer_engine.pytorch  # noqa: F401  pylint: disable=import-outside-toplevel,unused-import
 
-    if "transformer_engine_torch" not in sys.modules:
-        load_framework_extension("torch")
     _replace_entry_points(sys.modules["transformer_engine_torch"])
     _installed = True
 
@@ -408,12 +407,30 @@ def _without_grad(function: Callable) -> Callable:
     return call
 
 
-def _replace_entry_points(tex: Optional[types.ModuleType]) -> None:
+def _replace_entry_points(tex: types.ModuleType) -> None:
     references = _References(tex)
     own = {n: getattr(references, n) for n in vars(_References) if not n.startswith("_")}
     own |= _activations()
+    replaced = {}
     for name in dir(tex):
         entry = getattr(tex, name)
         if name.startswith("_") or isinstance(entry, type) or not callable(entry) or name in _HOST:
             continue
-        setattr(tex, name, _without_grad(own[name]) if name in own else _missing(name))
+        replaced[id(entry)] = _without_grad(own[name]) if name in own else _missing(name)
+        setattr(tex, name, replaced[id(entry)])
+    # Some modules keep entry points in names and tables of their own.
+    for name, module in list(sys.modules.items()):
+        if name.split(".")[0] == "transformer_engine":
+            _replace_values(vars(module), replaced)
+
+
+def _replace_values(table: dict, replaced: dict) -> None:
+    """Exchange entry points in a dict, and in the dicts and tuples that it holds."""
+    for key, value in list(table.items()):
+        if isinstance(value, tuple):
+            if any(id(item) in replaced for item in value):
+                table[key] = tuple(replaced.get(id(item), item) for item in value)
+        elif isinstance(value, dict) and key != "__builtins__":
+            _replace_values(value, replaced)
+        elif id(value) in replaced:
+            table[key] = replaced[id(value)]
