@@ -44,10 +44,15 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except subprocess.CalledProcessError as error:
-        print(f"error: {' '.join(map(str, error.cmd))}\n{error.output}\n{error.stderr}", file=sys.stderr)
+        print(
+            f"error: {' '.join(map(str, error.cmd))}\n{error.output}\n{error.stderr}",
+            file=sys.stderr,
+        )
         return 1
     except KeyboardInterrupt:
-        print("\ninterrupted; nothing half-written was kept. Run it again to go on.", file=sys.stderr)
+        print(
+            "\ninterrupted; nothing half-written was kept. Run it again to go on.", file=sys.stderr
+        )
         return 130
     return 0
 

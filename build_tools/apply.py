@@ -22,7 +22,9 @@ def overlay_files(overlay: Path = OVERLAY) -> list[Path]:
     """The fork's own files, without caches."""
     skip = {"__pycache__"}
     return sorted(
-        p for p in overlay.rglob("*") if p.is_file() and not skip & set(p.parts) and p.suffix != ".pyc"
+        p
+        for p in overlay.rglob("*")
+        if p.is_file() and not skip & set(p.parts) and p.suffix != ".pyc"
     )
 
 
@@ -110,7 +112,9 @@ def apply(
     names = buildable(read_series(patches))
     if before is not None:
         if before not in names:
-            raise ToolError(f"{before} is not in patches/series.", "name one of: " + ", ".join(names))
+            raise ToolError(
+                f"{before} is not in patches/series.", "name one of: " + ", ".join(names)
+            )
         names = names[: names.index(before)]
     stamp = stamp_of(patches, overlay)
     record = tree / ".git" / "te-wgrad-applied"
@@ -153,7 +157,14 @@ def apply(
 def apply_one(tree: Path, name: str, patch: Path) -> None:
     """Commit one patch onto the tree."""
     try:
-        git(tree, "am", "-q", "--keep-non-patch", "--committer-date-is-author-date", str(patch.resolve()))
+        git(
+            tree,
+            "am",
+            "-q",
+            "--keep-non-patch",
+            "--committer-date-is-author-date",
+            str(patch.resolve()),
+        )
     except subprocess.CalledProcessError as error:
         if ok(tree, "am", "--show-current-patch=diff"):
             git(tree, "am", "--abort")
@@ -180,6 +191,8 @@ def main(args: argparse.Namespace) -> None:
     """Make the tree when needed and apply."""
     tree = make_tree(offline=args.offline)
     if apply(tree, before=args.before):
-        say(f"applied {len(buildable(read_series()))} patches and {len(overlay_files())} overlay files")
+        say(
+            f"applied {len(buildable(read_series()))} patches and {len(overlay_files())} overlay files"
+        )
     else:
         say("already applied; nothing to do")

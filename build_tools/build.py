@@ -23,8 +23,22 @@ from pathlib import Path
 
 from . import environment
 from .apply import apply
-from .common import BUILD, DIST, EXT_BUILD, REPO, TREE, ToolError, atomic_file, cache_dir
-from .common import fork_version, hash_files, no_space, say, sha256, step
+from .common import (
+    BUILD,
+    DIST,
+    EXT_BUILD,
+    REPO,
+    TREE,
+    ToolError,
+    atomic_file,
+    cache_dir,
+    fork_version,
+    hash_files,
+    no_space,
+    say,
+    sha256,
+    step,
+)
 from .fetch import core_folder, load_lock
 from .prune import parse_archs, prune, verify_loads
 from .tree import make_tree, pristine_copy
@@ -49,7 +63,10 @@ def extension_key(tree: Path) -> str:
     sources = [p for p in root.rglob("*") if p.suffix in CXX_SUFFIXES]
     facts = environment.torch_facts()
     nvcc = environment.cuda_toolkit(facts.cuda_major)
-    options = [f"{k}={os.environ.get(k, '')}" for k in ("CXX", "CXXFLAGS", "NVTE_WITH_NCCL_EP", "NVTE_BUILD_DEBUG")]
+    options = [
+        f"{k}={os.environ.get(k, '')}"
+        for k in ("CXX", "CXXFLAGS", "NVTE_WITH_NCCL_EP", "NVTE_BUILD_DEBUG")
+    ]
     return hash_files(
         sources, tree, sha256(REPO / "CMakeLists.txt"), facts.version, facts.cuda,
         environment.extension_suffix(), environment.compiler_version(),
@@ -84,7 +101,9 @@ def run_ninja(build: Path) -> None:
     log_path = build / "ninja.log"
     shown = -1
     with open(log_path, "w", encoding="utf-8") as log:
-        with subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as ninja:
+        with subprocess.Popen(
+            command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        ) as ninja:
             for line in ninja.stdout:
                 log.write(line)
                 count = re.match(r"\[(\d+)/(\d+)\]", line)
@@ -97,7 +116,9 @@ def run_ninja(build: Path) -> None:
             raise no_space(OSError("the compiler could not write"), build)
         errors = re.findall(r"^.*(?:error|FAILED|Killed).*$", text, re.M)[:6]
         raise ToolError(
-            "The extension did not compile:\n  " + "\n  ".join(errors) + f"\n  whole log: {log_path}",
+            "The extension did not compile:\n  "
+            + "\n  ".join(errors)
+            + f"\n  whole log: {log_path}",
             "mend the C++ the log names; with `Killed`, run again with MAX_JOBS=1 (1.5 GB a job).",
         )
 
@@ -227,14 +248,18 @@ def build_wheel(out: Path = DIST) -> Path:
     for module in ("setuptools", "wheel"):
         check = subprocess.run([sys.executable, "-c", f"import {module}"], capture_output=True)
         if check.returncode:
-            raise ToolError(f"{module} is not installed.", f"{sys.executable} -m pip install {module}")
+            raise ToolError(
+                f"{module} is not installed.", f"{sys.executable} -m pip install {module}"
+            )
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out, prefix=".wheel.") as name:
         command = [sys.executable, "-m", "pip", "wheel", "-v", "--no-build-isolation", "--no-deps"]
         command += ["--disable-pip-version-check", "-w", name, str(REPO)]
         with step("building the wheel"):
             lines = []
-            with subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as pip:
+            with subprocess.Popen(
+                command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            ) as pip:
                 for line in pip.stdout:
                     lines.append(line.rstrip())
                     if "[build_tools]" in line:
@@ -254,7 +279,9 @@ def build_wheel(out: Path = DIST) -> Path:
         target = out / made.name
         os.replace(made, target)
     with atomic_file(record) as temporary:
-        temporary.write_text(json.dumps({"key": key, "file": target.name, "size": target.stat().st_size}))
+        temporary.write_text(
+            json.dumps({"key": key, "file": target.name, "size": target.stat().st_size})
+        )
     return target
 
 

@@ -51,7 +51,7 @@ def check_torch(facts: TorchFacts) -> TorchFacts:
     return facts
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def torch_facts() -> TorchFacts:
     """Ask this Python's torch, in a process of its own (its import takes seconds and memory)."""
     require_python()
@@ -75,7 +75,9 @@ def cuda_toolkit(cuda_major: int) -> Path:
 
     Looks at ``CUDA_HOME`` and ``CUDA_PATH``, PATH, then /usr/local/cuda*.
     """
-    places = [Path(os.environ[n]) / "bin/nvcc" for n in ("CUDA_HOME", "CUDA_PATH") if n in os.environ]
+    places = [
+        Path(os.environ[n]) / "bin/nvcc" for n in ("CUDA_HOME", "CUDA_PATH") if n in os.environ
+    ]
     on_path = shutil.which("nvcc")
     places += [Path(on_path)] if on_path else []
     places += sorted(Path("/usr/local").glob("cuda*/bin/nvcc"), reverse=True)
@@ -89,7 +91,8 @@ def cuda_toolkit(cuda_major: int) -> Path:
             return nvcc
         seen.append(f"{nvcc} ({version[0] if version else 'no version'})")
     raise ToolError(
-        f"No CUDA {cuda_major} toolkit (nvcc) found" + (f"; found {', '.join(seen)}." if seen else "."),
+        f"No CUDA {cuda_major} toolkit (nvcc) found"
+        + (f"; found {', '.join(seen)}." if seen else "."),
         f"install the CUDA {cuda_major} toolkit (nvcc, cudart, headers) and set CUDA_HOME to it.",
     )
 
@@ -101,7 +104,9 @@ def compiler_version() -> str:
         raise ToolError(
             f"No C++ compiler ({compiler}) found.", "install g++ (e.g. apt install g++) or set CXX."
         )
-    return subprocess.run([compiler, "--version"], text=True, capture_output=True).stdout.split("\n")[0]
+    return subprocess.run([compiler, "--version"], text=True, capture_output=True).stdout.split(
+        "\n"
+    )[0]
 
 
 def extension_suffix() -> str:

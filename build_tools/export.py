@@ -53,7 +53,9 @@ def check_clean(tree: Path, overlay: Path) -> None:
             )
 
 
-def export(tree: Path = TREE, patches: Path = PATCHES, overlay: Path = OVERLAY, *, check: bool) -> list:
+def export(
+    tree: Path = TREE, patches: Path = PATCHES, overlay: Path = OVERLAY, *, check: bool
+) -> list:
     """Write the patches, or with ``check`` only compare; returns the names that changed.
 
     Raises

@@ -18,8 +18,8 @@ import sys
 import tempfile
 import textwrap
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import Callable
 
 from .common import ToolError, atomic_folder, cache_dir, no_space, say, sha256, step
 from .environment import torch_facts
@@ -216,5 +216,3 @@ def main(args: argparse.Namespace) -> None:
     for role in roles:
         print(archive(role, offline=args.offline))
     say("all archives match upstream.lock")
-
-

@@ -47,7 +47,9 @@ def lint_patch(name: str, text: str, root: Path) -> list[str]:
         problems.append("the file name is not a lower-case slug without a number")
     changed = len(re.findall(r"^(?:\+(?!\+\+ )|-(?!-- ))", diff, re.M))
     if changed > MAX_CHANGED:
-        problems.append(f"{changed} changed lines, at most {MAX_CHANGED}: move code to an overlay file")
+        problems.append(
+            f"{changed} changed lines, at most {MAX_CHANGED}: move code to an overlay file"
+        )
     if changed == 0:
         problems.append("it changes nothing")
     if re.search(r"^\+.*[ \t]$", diff, re.M):
@@ -64,7 +66,9 @@ def lint_patch(name: str, text: str, root: Path) -> list[str]:
         file, _, test = value.partition("::")
         if not (root / file).is_file():
             problems.append(f"Test: {file} does not exist")
-        elif test and not re.search(rf"\bdef {re.escape(test.split('[')[0])}\b", (root / file).read_text()):
+        elif test and not re.search(
+            rf"\bdef {re.escape(test.split('[')[0])}\b", (root / file).read_text()
+        ):
             problems.append(f"Test: {file} has no {test}")
     return [f"patches/{name}: {problem}" for problem in problems]
 
@@ -73,7 +77,10 @@ def lint(root: Path = REPO) -> list[str]:
     """Everything wrong with the patch set below ``root``."""
     patches = root / "patches"
     series = read_series(patches)
-    problems = [f"patches/series: {n} is listed twice" for n in sorted({n for n in series if series.count(n) > 1})]
+    problems = [
+        f"patches/series: {n} is listed twice"
+        for n in sorted({n for n in series if series.count(n) > 1})
+    ]
     there = {p.relative_to(patches).as_posix() for p in patches.rglob("*.patch")}
     problems += [f"patches/series: {n} does not exist" for n in series if n not in there]
     problems += [f"patches/{n}: not in patches/series" for n in sorted(there - set(series))]
@@ -91,7 +98,9 @@ def lint(root: Path = REPO) -> list[str]:
         if name not in added:
             problems.append(f"{name}: no patch names it in an Adds: trailer")
         if path.name == "__init__.py":
-            problems.append(f"{name}: upstream owns its package folders; no __init__.py in the overlay")
+            problems.append(
+                f"{name}: upstream owns its package folders; no __init__.py in the overlay"
+            )
         if "SPDX-License-Identifier: Apache-2.0" not in path.read_text()[:200]:
             problems.append(f"{name}: no SPDX-License-Identifier line at the top")
     return problems
@@ -107,5 +116,8 @@ def main(args: argparse.Namespace) -> None:
     del args
     problems = lint()
     if problems:
-        raise ToolError("\n  ".join([f"{len(problems)} problems:", *problems]), "fix them; CONTRIBUTING.md says how.")
+        raise ToolError(
+            "\n  ".join([f"{len(problems)} problems:", *problems]),
+            "fix them; CONTRIBUTING.md says how.",
+        )
     say(f"{len(read_series())} patches: series, headers, trailers and sizes are right")

@@ -39,11 +39,20 @@ def facts() -> dict[str, str]:
     """Everything the verb prints, by name."""
     lock = load_lock()
     rows = {"pinned": f"Transformer Engine {lock['version']}; fork {fork_version(lock['version'])}"}
-    there = [p["file"] for p in lock["archives"].values() if (cache_dir() / "archives" / p["file"]).exists()]
+    there = [
+        p["file"]
+        for p in lock["archives"].values()
+        if (cache_dir() / "archives" / p["file"]).exists()
+    ]
     rows["fetched"] = f"{', '.join(there) or 'nothing'} (in {cache_dir() / 'archives'})"
-    rows["patches"] = f"{len(buildable(read_series()))} patches, {len(overlay_files())} overlay files"
+    rows["patches"] = (
+        f"{len(buildable(read_series()))} patches, {len(overlay_files())} overlay files"
+    )
     rows["tree"] = tree_state(TREE, lock)
-    for name, ask in (("torch", torch_facts), ("nvcc", lambda: cuda_toolkit(torch_facts().cuda_major))):
+    for name, ask in (
+        ("torch", torch_facts),
+        ("nvcc", lambda: cuda_toolkit(torch_facts().cuda_major)),
+    ):
         try:
             found = ask()
             rows[name] = f"{found.version} (CUDA {found.cuda})" if name == "torch" else str(found)
@@ -58,7 +67,9 @@ def facts() -> dict[str, str]:
         rows["installed"] = "no transformer_engine"
     stock = installed()
     if stock:
-        rows["beside it"] = f"{', '.join(stock)}: uninstall these, the fork cannot be imported beside them"
+        rows["beside it"] = (
+            f"{', '.join(stock)}: uninstall these, the fork cannot be imported beside them"
+        )
     return rows
 
 

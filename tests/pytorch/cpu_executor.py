@@ -20,7 +20,7 @@ import functools
 import os
 import sys
 import types
-from typing import Callable
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F

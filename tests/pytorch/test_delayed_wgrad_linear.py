@@ -5,6 +5,7 @@ import copy
 
 import pytest
 import torch
+
 import transformer_engine.pytorch as te
 
 SIZE = 16
@@ -142,7 +143,11 @@ def test_split_parameters(kind, device):
 @pytest.mark.parametrize("frozen", ["weight", "bias"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_frozen_parameter(kind, frozen, device):
-    """A frozen weight or bias gets nothing and disturbs nothing."""
+    """A frozen weight or bias gets nothing and disturbs nothing.
+
+    2.20.2's regular path gives no bias gradient beside a frozen weight; the
+    delayed path then gives none either.
+    """
 
     def run(delay):
         module = make(kind, device, delay=delay)
@@ -153,7 +158,11 @@ def test_frozen_parameter(kind, frozen, device):
         assert getattr(module, frozen).grad is None
         return {n: p.grad for n, p in module.named_parameters() if p.requires_grad}
 
-    assert_same(run(True), run(False))
+    got, want = run(True), run(False)
+    assert got.keys() == want.keys() and frozen not in want
+    for name, grad in want.items():
+        assert (got[name] is None) == (grad is None), name
+        assert grad is None or torch.equal(got[name], grad), name
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -179,7 +188,9 @@ def test_module_hooks_see_final_gradients(kind, device):
     seen = []
     for name in ("first", "second"):
         module.register_wgrad_accumulation_and_reduce_hooks(
-            lambda name=name: seen.append((name, module.weight.grad is not None, module.bias.grad is not None))
+            lambda name=name: seen.append(
+                (name, module.weight.grad is not None, module.bias.grad is not None)
+            )
         )
     loss_of(module(inputs(device, 1)[0])).backward()
     module.backward_dw()
@@ -211,13 +222,16 @@ def test_fused_main_grad(device):
 
     def run(delay):
         first, second = (
-            make("linear", device, delay=delay, seed=s, fuse_wgrad_accumulation=True) for s in (1, 2)
+            make("linear", device, delay=delay, seed=s, fuse_wgrad_accumulation=True)
+            for s in (1, 2)
         )
         tie(first, second)
         first.weight.main_grad = torch.full((SIZE, SIZE), 256.0, device=device)
         loss_of(second(first(inputs(device, 1)[0]) * 0.125)).backward()
         if delay:
-            assert torch.equal(first.weight.main_grad, torch.full_like(first.weight.main_grad, 256.0))
+            assert torch.equal(
+                first.weight.main_grad, torch.full_like(first.weight.main_grad, 256.0)
+            )
             second.backward_dw()
             first.backward_dw()
         return first.weight.main_grad, first.bias.grad

@@ -103,11 +103,11 @@ class Check:
     def equal(self, name, got, want):
         """Note how ``got`` differs from ``want``, compared bit for bit."""
         difference = describe_difference(got, want)
-        self.that(difference is None, "{}: {}".format(name, difference))
+        self.that(difference is None, f"{name}: {difference}")
 
     def equal_all(self, got, want):
         """Compare two dictionaries of named tensors."""
-        self.that(set(got) == set(want), "parameters {} != {}".format(sorted(got), sorted(want)))
+        self.that(set(got) == set(want), f"parameters {sorted(got)} != {sorted(want)}")
         for name in want:
             if name in got:
                 self.equal(name, got[name], want[name])
@@ -134,7 +134,7 @@ class Bench:
         name, arguments = _LAYERS[kind]
         maker = getattr(self.te, name, None)
         if maker is None:
-            raise FeatureAbsent("no class {}".format(name))
+            raise FeatureAbsent(f"no class {name}")
         wanted = dict(arguments, params_dtype=dtype or self.torch.bfloat16, device=self.device)
         wanted.update(more)
         if delay is not None:
@@ -143,7 +143,7 @@ class Bench:
         if not any(p.kind is p.VAR_KEYWORD for p in known.values()):
             for argument in [name for name in wanted if name not in known]:
                 if argument in _FEATURES and wanted[argument]:
-                    raise FeatureAbsent("{} has no argument {}".format(name, argument))
+                    raise FeatureAbsent(f"{name} has no argument {argument}")
                 del wanted[argument]
         if seed is not None:
             self.torch.manual_seed(seed)
@@ -193,9 +193,9 @@ def describe_difference(got, want):
             return None
         return "no gradient (None)" if got is None else "a gradient where none is expected"
     if tuple(got.shape) != tuple(want.shape):
-        return "shape {} instead of {}".format(list(got.shape), list(want.shape))
+        return f"shape {list(got.shape)} instead of {list(want.shape)}"
     if got.dtype != want.dtype:
-        return "dtype {} instead of {}".format(got.dtype, want.dtype)
+        return f"dtype {got.dtype} instead of {want.dtype}"
     if torch.equal(got, want):
         return None
     unequal = got != want
@@ -220,7 +220,7 @@ def _gradients(*layers):
             if id(param) not in seen:
                 seen.add(id(param))
                 main = getattr(param, "main_grad", None)
-                key = name if len(layers) == 1 else "{}.{}".format(number, name)
+                key = name if len(layers) == 1 else f"{number}.{name}"
                 found[key] = param.grad if main is None else main
     return {name: None if g is None else g.detach().clone() for name, g in found.items()}
 
@@ -290,7 +290,7 @@ def _packed(bench, check, dtype, fused):
             single_grouped_weight=True,
         )
     names = [name for name, _ in layer.named_parameters()]
-    check.that(names == ["weight"], "parameters are {}, not one weight".format(names))
+    check.that(names == ["weight"], f"parameters are {names}, not one weight")
     if fused:
         _give_main_grads(bench, layer)
     return layer
@@ -317,13 +317,13 @@ def _report_3234(bench, check):
     for fused in (False, True):
         where = "main_grad" if fused else ".grad"
         layer = _packed(bench, check, bench.torch.bfloat16, fused)
-        check.step = "forward and backward, {}".format(where)
+        check.step = f"forward and backward, {where}"
         bench.backward([layer], bench.inputs(layer, 1)[0])
         gradient = _gradients(layer).get("weight")
         if gradient is None:
-            check.that(False, "weight{} is None".format(where))
+            check.that(False, f"weight{where} is None")
         else:
-            check.that(bool(gradient.any()), "weight{} is all zero".format(where))
+            check.that(bool(gradient.any()), f"weight{where} is all zero")
 
 
 def _packed_equals_separate(bench, check, dtype_name, fused):
@@ -343,8 +343,8 @@ def _packed_equals_separate(bench, check, dtype_name, fused):
     check.equal("output", got_y, want_y)
     check.equal("input gradient", twin.grad, x.grad)
     where = "main_grad" if fused else "grad"
-    stacked = bench.torch.stack([want["weight{}".format(i)] for i in range(len(want))])
-    check.equal("weight.{}".format(where), _gradients(packed).get("weight"), stacked)
+    stacked = bench.torch.stack([want[f"weight{i}"] for i in range(len(want))])
+    check.equal(f"weight.{where}", _gradients(packed).get("weight"), stacked)
 
 
 for _fused in (False, True):
@@ -387,7 +387,7 @@ def _both_ways(bench, check, build, schedule="BBWW", prepare=None):
                 bench.backward(layers, waiting.pop(0))
             elif delay:
                 for layer in reversed(layers):
-                    check.step = "backward_dw of {}".format(type(layer).__name__)
+                    check.step = f"backward_dw of {type(layer).__name__}"
                     layer.backward_dw()
         results[delay] = _gradients(*layers)
     check.equal_all(results[True], results[False])
@@ -405,8 +405,8 @@ def _interleaved(bench, check):
 
 for _kind in _LAYERS:
     row(
-        "a1-microbatches-{}".format(_kind),
-        "{}, two microbatches as B1 B2 W1 W2".format(_LAYERS[_kind][0]),
+        f"a1-microbatches-{_kind}",
+        f"{_LAYERS[_kind][0]}, two microbatches as B1 B2 W1 W2",
     )(lambda b, c, k=_kind: _both_ways(b, c, lambda delay: [b.layer(k, delay)]))
 
 
@@ -426,7 +426,7 @@ def _untouched(bench, check):
             if before[name] is not None and param.grad is not None:
                 same = bench.torch.equal(before[name], param.grad)
             kind = "earlier value" if earlier else "None"
-            check.that(same, "{}.grad changed from {} in backward".format(name, kind))
+            check.that(same, f"{name}.grad changed from {kind} in backward")
 
 
 @row("a3-hooks", "post-accumulate hooks fire once per contribution, none before backward_dw()")
@@ -441,19 +441,19 @@ def _hooks(bench, check):
     for x in bench.inputs(layer, 2):
         bench.backward([layer], x)
     early = len(fired)
-    check.that(early == 0, "{} hook calls before backward_dw()".format(early))
+    check.that(early == 0, f"{early} hook calls before backward_dw()")
     for number in (1, 2):
         del fired[:]
-        check.step = "backward_dw {}".format(number)
+        check.step = f"backward_dw {number}"
         layer.backward_dw()
         for name, param in layer.named_parameters():
             values = [value for hooked, value in fired if hooked == name]
             check.that(
                 len(values) == 1,
-                "{}: {} calls in backward_dw() {}".format(name, len(values), number),
+                f"{name}: {len(values)} calls in backward_dw() {number}",
             )
             for value in values:
-                check.equal("{} seen by its hook".format(name), value, param.grad)
+                check.equal(f"{name} seen by its hook", value, param.grad)
 
 
 @row("a3-grad-in-place", "an existing .grad is added to in place: right value, same object")
@@ -468,9 +468,9 @@ def _in_place(bench, check):
     _both_ways(bench, check, lambda delay: [bench.layer("linear", delay)], "BW", prepare)
     # The delayed layers come last, so these are theirs.
     for name, (param, gradient, address) in owned.items():
-        check.that(param.grad is gradient, "{}.grad is another object".format(name))
+        check.that(param.grad is gradient, f"{name}.grad is another object")
         moved = param.grad is not None and param.grad.data_ptr() != address
-        check.that(not moved, "{}.grad has other storage".format(name))
+        check.that(not moved, f"{name}.grad has other storage")
 
 
 @row("a4-parameters-split", "parameters_split: each parameter gets its own slice")
@@ -513,8 +513,8 @@ def _nothing_pending(bench, check, kind):
 
 for _kind in _LAYERS:
     row(
-        "a7-nothing-pending-{}".format(_kind),
-        "{}: backward_dw() with nothing pending does nothing".format(_LAYERS[_kind][0]),
+        f"a7-nothing-pending-{_kind}",
+        f"{_LAYERS[_kind][0]}: backward_dw() with nothing pending does nothing",
     )(lambda b, c, k=_kind: _nothing_pending(b, c, k))
 
 
@@ -576,10 +576,10 @@ def run_row(bench, name):
         verdict, seen = ABSENT, str(absent)
     except Exception as error:  # pylint: disable=broad-exception-caught
         verdict = RAISES
-        seen = "; ".join(check.problems + ["{} (in {})".format(_first_line(error), check.step)])
+        seen = "; ".join(check.problems + [f"{_first_line(error)} (in {check.step})"])
     else:
         verdict = WRONG if check.problems else OK
-        seen = "; ".join(check.problems) or "all {} checks hold".format(check.held)
+        seen = "; ".join(check.problems) or f"all {check.held} checks hold"
     return {"id": name, "promise": promise, "verdict": verdict, "seen": seen}
 
 
@@ -592,7 +592,7 @@ def load_executor(path):
     if os.path.realpath(getattr(module, "__file__", None) or "") != path:
         spec = importlib.util.spec_from_file_location(name, path)
         if spec is None or not os.path.isfile(path):
-            raise CannotRun("--executor {}: no such Python file".format(path))
+            raise CannotRun(f"--executor {path}: no such Python file")
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module
         spec.loader.exec_module(module)
@@ -610,28 +610,26 @@ def open_bench(executor=None):
         import torch  # pylint: disable=import-outside-toplevel
     except Exception as error:  # pylint: disable=broad-exception-caught
         raise CannotRun(
-            "torch cannot be imported ({}). Install PyTorch with CUDA.".format(_first_line(error))
+            f"torch cannot be imported ({_first_line(error)}). Install PyTorch with CUDA."
         ) from error
     if executor is not None:
         load_executor(executor)
     elif not torch.cuda.is_available():
         raise CannotRun(
-            "torch {} sees no GPU (torch.cuda.is_available() is False). Run this where "
-            "nvidia-smi lists a GPU, with a CUDA build of PyTorch.".format(torch.__version__)
+            f"torch {torch.__version__} sees no GPU (torch.cuda.is_available() is False). Run this where "
+            "nvidia-smi lists a GPU, with a CUDA build of PyTorch."
         )
     try:
         te = importlib.import_module("transformer_engine.pytorch")
     except Exception as error:  # pylint: disable=broad-exception-caught
         raise CannotRun(
-            "transformer_engine.pytorch cannot be imported ({}). Install it for this Python, {}, "
-            "and check that it was built for torch {}.".format(
-                _first_line(error), sys.executable, torch.__version__
-            )
+            f"transformer_engine.pytorch cannot be imported ({_first_line(error)}). Install it for this Python, {sys.executable}, "
+            f"and check that it was built for torch {torch.__version__}."
         ) from error
     if not hasattr(te, "Linear"):
         raise CannotRun(
-            "the transformer_engine found in {} has no Linear: a bare source folder hides the "
-            "installed package. Run this from another folder.".format(_origin(te))
+            f"the transformer_engine found in {_origin(te)} has no Linear: a bare source folder hides the "
+            "installed package. Run this from another folder."
         )
     return Bench(te, torch, "cpu" if executor is not None else "cuda")
 
@@ -658,7 +656,7 @@ def versions(bench):
         device = "cpu (executor)"
     else:
         major, minor = bench.torch.cuda.get_device_capability()
-        device = "{} (sm{}{})".format(bench.torch.cuda.get_device_name(), major, minor)
+        device = f"{bench.torch.cuda.get_device_name()} (sm{major}{minor})"
     return {
         "transformer_engine": str(version),
         "imported_from": _origin(package),
@@ -717,7 +715,7 @@ def render(before, after):
         if report is not None:
             for label in labels:
                 text = "{}: {}".format(label, report["versions"].get(label, "unknown"))
-                header.append(text if before is None else "{} {}".format(title, text))
+                header.append(text if before is None else f"{title} {text}")
     if before is None:
         lines = [[e["id"], e["verdict"], e["seen"]] for e in after["rows"]]
         table = _table(["row", "verdict", "seen"], lines)
@@ -740,8 +738,8 @@ def summary(report):
     absent = sum(e["verdict"] == ABSENT for e in report["rows"])
     total = len(report["rows"])
     if bad:
-        return "AFFECTED: {} of {} rows are WRONG or raise.".format(len(bad), total)
-    return "Not affected in any of {} rows ({} of them n/a).".format(total, absent)
+        return f"AFFECTED: {len(bad)} of {total} rows are WRONG or raise."
+    return f"Not affected in any of {total} rows ({absent} of them n/a)."
 
 
 def write_json(report, target):
@@ -767,9 +765,9 @@ def read_json(path):
         with open(path, encoding="utf-8") as stream:
             report = json.load(stream)
     except (OSError, ValueError) as error:
-        raise CannotRun("--compare {}: {}".format(path, _first_line(error))) from error
+        raise CannotRun(f"--compare {path}: {_first_line(error)}") from error
     if not isinstance(report, dict) or report.get("schema") != SCHEMA:
-        raise CannotRun("--compare {}: not a report of schema {}".format(path, SCHEMA))
+        raise CannotRun(f"--compare {path}: not a report of schema {SCHEMA}")
     return report
 
 
@@ -805,10 +803,10 @@ def main(arguments=None):
         if options.json and options.json != "-":
             folder = os.path.dirname(os.path.abspath(options.json))
             if not os.path.isdir(folder):
-                raise CannotRun("--json {}: no folder {}".format(options.json, folder))
+                raise CannotRun(f"--json {options.json}: no folder {folder}")
         report = examine(open_bench(options.executor), options.row)
     except CannotRun as error:
-        print("wgrad_doctor could not run: {}".format(error), file=sys.stderr)
+        print(f"wgrad_doctor could not run: {error}", file=sys.stderr)
         return 2
     # With JSON on standard output the table moves aside, so that a pipe gets JSON only.
     print(render(before, report), file=sys.stderr if options.json == "-" else sys.stdout)

@@ -16,7 +16,7 @@ the parameters' hooks once a contribution, as in the regular path::
 
 from __future__ import annotations
 
-from typing import Callable, List, Sequence, Tuple
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -34,13 +34,13 @@ class _DelayedHalf(torch.autograd.Function):
         return torch.zeros((), dtype=torch.float32, device=params[0].device)
 
     @staticmethod
-    def backward(ctx, _grad: torch.Tensor) -> Tuple:
+    def backward(ctx, _grad: torch.Tensor) -> tuple:
         # pylint: disable=missing-function-docstring
         compute, ctx.compute = ctx.compute, None
         return (None, *compute())
 
 
-def _rows(grad: torch.Tensor, params: Sequence[torch.Tensor]) -> List[torch.Tensor]:
+def _rows(grad: torch.Tensor, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Split a gradient of the concatenated parameters along dim 0, one slice a parameter."""
     if len(params) == 1:
         return [grad.to(params[0].dtype).view_as(params[0])]
@@ -50,7 +50,7 @@ def _rows(grad: torch.Tensor, params: Sequence[torch.Tensor]) -> List[torch.Tens
     return [part.to(p.dtype, copy=True).view_as(p) for part, p in zip(parts, params)]
 
 
-def _run_oldest(store) -> Tuple:
+def _run_oldest(store) -> tuple:
     """Run the oldest pending GEMM; take it off the queue only when that worked.
 
     Returns
@@ -96,7 +96,7 @@ def deliver(module: torch.nn.Module) -> bool:
         weights = []
     wanted = [p for p in (*weights, *biases) if p.requires_grad]
 
-    def compute() -> List:
+    def compute() -> list:
         wgrad, bgrad = _run_oldest(store)
         grads = list(_rows(wgrad, weights)) if weights else []
         # No bias gradient here: the main backward made and delivered it (FP8).
