@@ -84,7 +84,8 @@ def lint(root: Path = REPO) -> list[str]:
     there = {p.relative_to(patches).as_posix() for p in patches.rglob("*.patch")}
     problems += [f"patches/series: {n} does not exist" for n in series if n not in there]
     problems += [f"patches/{n}: not in patches/series" for n in sorted(there - set(series))]
-    added = set()
+    # Overlay files that stand alone are named in the series instead of in a trailer.
+    added = set(re.findall(r"^# alone: (\S+)$", (patches / "series").read_text(), re.M))
     for name in series:
         if name.split("/")[0] not in FOLDERS:
             problems.append(f"patches/{name}: not in one of {', '.join(FOLDERS)}")
@@ -96,7 +97,7 @@ def lint(root: Path = REPO) -> list[str]:
     for path in overlay_files(overlay):
         name = path.relative_to(root).as_posix()
         if name not in added:
-            problems.append(f"{name}: no patch names it in an Adds: trailer")
+            problems.append(f"{name}: no patch names it in an Adds: trailer, nor patches/series")
         if path.name == "__init__.py":
             problems.append(
                 f"{name}: upstream owns its package folders; no __init__.py in the overlay"
