@@ -7,6 +7,7 @@ Put that folder on PYTHONPATH to import it; nothing is installed.
 from __future__ import annotations
 
 import argparse
+import hashlib
 from pathlib import Path
 
 from .build import extension_key, stage_stock
@@ -22,7 +23,8 @@ METADATA = {
     "METADATA": "Metadata-Version: 2.1\nName: transformer_engine\nVersion: {version}\n",
     "WHEEL": "Wheel-Version: 1.0\nGenerator: build_tools\nRoot-Is-Purelib: false\n",
     "INSTALLER": "build_tools\n",
-    "RECORD": "",
+    # Never empty: importlib.metadata then knows no files, and TE's import fails.
+    "RECORD": "{info}/METADATA,,\n{info}/WHEEL,,\n{info}/INSTALLER,,\n{info}/RECORD,,\n",
 }
 
 
@@ -31,23 +33,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dest", type=Path, default=STOCK, help="folder (default: build/stock)")
 
 
+def write_metadata(folder: Path, version: str) -> Path:
+    """Write the package's ``.dist-info`` below ``folder`` and return it."""
+    info = folder / f"transformer_engine-{version}.dist-info"
+    info.mkdir()
+    for name, text in METADATA.items():
+        (info / name).write_text(text.format(version=version, info=info.name))
+    return info
+
+
 def main(args: argparse.Namespace) -> None:
     """Stage it when it is not there for the same sources and environment."""
     tree = make_tree()
     pristine = BUILD / "pristine"
     if not pristine.exists():
         pristine_copy(tree, pristine)
-    key = extension_key(pristine) + git(tree, "rev-parse", PRISTINE).strip()
+    metadata = hashlib.sha256(repr(METADATA).encode()).hexdigest()
+    key = extension_key(pristine) + git(tree, "rev-parse", PRISTINE).strip() + metadata
     record = args.dest / "key"
     if record.exists() and record.read_text() == key:
         say("stock: unchanged")
     else:
         with atomic_folder(args.dest) as folder:
             stage_stock(folder)
-            version = load_lock()["version"]
-            info = folder / f"transformer_engine-{version}.dist-info"
-            info.mkdir()
-            for name, text in METADATA.items():
-                (info / name).write_text(text.format(version=version))
+            write_metadata(folder, load_lock()["version"])
             (folder / "key").write_text(key)
     print(args.dest)

@@ -197,6 +197,11 @@ def test_alone_by_path_without_the_package(tmp_path):
     done = start("--executor", str(tmp_path / "noop.py"))
     assert done.returncode == 2, done.stderr
     assert "transformer_engine.pytorch cannot be imported" in done.stderr
+    # Whatever stops it, exit code 1 is kept for "affected".
+    (tmp_path / "broken.py").write_text("def install(): raise TypeError('x')\n", encoding="utf-8")
+    done = start("--executor", str(tmp_path / "broken.py"))
+    assert done.returncode == 2, done.stderr
+    assert "TypeError: x" in done.stderr
     shown = start("--help")
     assert shown.returncode == 0
     assert "--compare" in shown.stdout

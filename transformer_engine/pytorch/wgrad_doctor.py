@@ -39,6 +39,7 @@ import inspect
 import json
 import tempfile
 import textwrap
+import traceback
 import warnings
 
 SCHEMA = 1
@@ -819,6 +820,11 @@ def main(arguments=None):
         report = examine(open_bench(options.executor), options.row)
     except CannotRun as error:
         print(f"wgrad_doctor could not run: {error}", file=sys.stderr)
+        return 2
+    except Exception:  # pylint: disable=broad-exception-caught
+        # Python would exit with 1 here, which says "affected".
+        traceback.print_exc()
+        print("wgrad_doctor could not run: the error above is none of a row's", file=sys.stderr)
         return 2
     # With JSON on standard output the table moves aside, so that a pipe gets JSON only.
     print(render(before, report), file=sys.stderr if options.json == "-" else sys.stdout)
