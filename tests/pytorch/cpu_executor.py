@@ -51,6 +51,8 @@ def install() -> None:
     import transformer_engine.pytorch  # noqa: F401  pylint: disable=import-outside-toplevel,unused-import
 
     _replace_entry_points(sys.modules["transformer_engine_torch"])
+    _replace_triton_launches()
+    _pretend_split_sizes_on_device()
     _installed = True
 
 
@@ -195,6 +197,25 @@ def _store(acc, out, dtype, accumulate: bool, beta: float = 1.0) -> torch.Tensor
     return out
 
 
+def _members(group) -> list[torch.Tensor]:
+    """The matrices of a list, or views of those in a grouped tensor's buffer."""
+    if isinstance(group, (list, tuple)):
+        _no_quantizer("grouped GEMM", *group)
+        return list(group)
+    _no_quantizer("grouped GEMM", group.quantizer)
+    if group.last_dims is not None:
+        raise NotImplementedError("grouped GEMM with varying columns: run this on a GPU.")
+    height, columns = group.logical_shape
+    rows = [height // group.num_tensors] * group.num_tensors
+    if group.first_dims is not None:
+        rows = group.first_dims.tolist()
+    starts = [sum(rows[:i]) * columns for i in range(len(rows))]
+    if group.tensor_offsets is not None:
+        starts = group.tensor_offsets.tolist()
+    data = group.rowwise_data.view(-1)
+    return [data[s : s + r * columns].view(r, columns) for s, r in zip(starts, rows)]
+
+
 class _References:
     """One method an entry point, with the entry point's name and argument order."""
 
@@ -242,7 +263,8 @@ class _References:
         if any(t is not None and t.numel() for t in pre_gelu_out):
             raise NotImplementedError("te_general_grouped_gemm with GELU: run this on a GPU.")
         if single_output:
-            outs = torch.split(out[0].view(-1, out[0].shape[-1]), list(m_splits))
+            rows = out[0].view(-1, out[0].shape[-1])[: sum(m_splits)]  # padding stays as it is
+            outs = torch.split(rows, list(m_splits))
         else:
             outs = out or [None] * len(a)
         results = []
@@ -254,6 +276,44 @@ class _References:
                 bias[i].copy_(right.reshape(-1, right.shape[-1]).float().sum(dim=0))
             results.append(_store(acc, outs[i], self._dtype(out_dtype), accumulate))
         return bias if out else results
+
+    def te_general_grouped_gemm_for_grouped_tensor(
+        self, a, transa, b, transb, out, bias, bias_scale, alpha, beta, workspace_setup, workspace,
+        use_split_accumulator, math_sm_count,
+    ):  # fmt: skip
+        """One GEMM a group, of tensors that lie in one buffer; the split sizes are tensors."""
+        del workspace_setup, workspace, use_split_accumulator, math_sm_count
+        row = 0
+        for i, (left, right, result) in enumerate(zip(_members(a), _members(b), _members(out))):
+            acc = _product(left, transa, right, transb) * alpha[i % alpha.numel()]
+            if bias is not None:
+                scale = 1.0
+                if bias_scale is not None:
+                    scale = bias_scale[row : row + len(acc), None].float()
+                acc = acc + _members(bias)[i].float() * scale
+            row += len(acc)
+            factor = float(beta[i % beta.numel()])
+            _store(acc, result, result.dtype, factor != 0.0, factor)
+        return out
+
+    te_general_grouped_gemm_for_discrete_in = te_general_grouped_gemm_for_grouped_tensor
+    te_general_grouped_gemm_for_discrete_out = te_general_grouped_gemm_for_grouped_tensor
+
+    def splits_to_offsets_multi(
+        self, split_sizes, device, *, strides, include_leading_zero, dtypes, bulk_allocate=False
+    ):
+        """``(split sizes, [their running sums times each stride])``."""
+        del device, bulk_allocate
+        split_sizes = split_sizes.as_subclass(torch.Tensor).long()
+        sums = split_sizes.cumsum(0)
+        outs = []
+        for stride, zero, dtype in zip(strides, include_leading_zero, dtypes):
+            outs.append((F.pad(sums, (1, 0)) if zero else sums).mul(stride).to(dtype))
+        return split_sizes, outs
+
+    def get_cublasLt_version(self):
+        """One that has no grouped GEMM on this GPU; where it says 130400 or more TE uses it."""
+        return 130000
 
     def bulk_allocate(self, shapes, dtypes, device=None, alignments=None):
         """Tensors of the shapes; the real one packs them into one buffer."""
@@ -381,10 +441,57 @@ def _activations() -> dict:
     return table
 
 
+# --- Triton -----------------------------------------------------------------
+
+
+def _grouped_dbias_kernel(dy, dbias, offsets, scales, bias, dscales, _hidden, **constants) -> None:
+    """Add each group's column sum of ``dy`` to ``dbias``, with the backward of per-row scales."""
+    for group, (start, stop) in enumerate(zip(offsets[:-1].tolist(), offsets[1:].tolist())):
+        rows = dy[start:stop].float()
+        if constants["HAS_SCALES"]:
+            dscales[start:stop] += (rows * bias[group].float()).sum(1)
+            rows = rows * scales[start:stop, None].float()
+        dbias[group] += rows.sum(0)
+
+
+def _replace_triton_launches() -> None:
+    # pylint: disable=import-outside-toplevel
+    from triton.runtime.jit import KernelInterface
+
+    def launch(kernel, _grid):
+        while not hasattr(kernel, "__name__"):  # an autotuner
+            kernel = kernel.fn
+        known = {"_grouped_dbias_kernel": _grouped_dbias_kernel}
+        return _without_grad(known.get(kernel.__name__, _missing(kernel.__name__)))
+
+    KernelInterface.__getitem__ = launch
+
+
 # --- the extension ----------------------------------------------------------
 
+
+class _OnDevice(torch.Tensor):
+    """Says that it lies on the GPU."""
+
+    device = property(lambda self: torch.device("cuda", 0))
+
+
+def _pretend_split_sizes_on_device() -> None:
+    """``te.GroupedLinear``'s grouped-tensor path asks its split sizes where they lie."""
+    module = sys.modules["transformer_engine.pytorch"].GroupedLinear
+    forward = module.forward
+
+    @functools.wraps(forward)
+    def call(self, inp, m_splits, *args, **kwargs):
+        if isinstance(m_splits, torch.Tensor):
+            m_splits = m_splits.as_subclass(_OnDevice)
+        return forward(self, inp, m_splits, *args, **kwargs)
+
+    module.forward = call
+
+
 # Host-only queries that the real extension answers without a GPU.
-_HOST = {"get_cublasLt_version", "get_cudnn_version", "get_num_cublas_streams", "ubuf_built_with_mpi",
+_HOST = {"get_cudnn_version", "get_num_cublas_streams", "ubuf_built_with_mpi",
          "get_grouped_gemm_setup_workspace_size"}  # fmt: skip
 
 
