@@ -398,6 +398,18 @@ def _gated(act: Callable) -> Callable:
     return function
 
 
+def _clamped_swiglu(x, limit=7.0, alpha=1.702, glu_linear_offset=1.0):
+    left, right = x.chunk(2, dim=-1)
+    left, right = left.clamp(max=limit), right.clamp(-limit, limit)
+    return left * torch.sigmoid(alpha * left) * (right + glu_linear_offset)
+
+
+def _situglu(x, beta1=4.0, beta2=25.0):
+    left, right = x.chunk(2, dim=-1)
+    gate = beta1 * torch.tanh(left / beta1) * torch.sigmoid(left)
+    return gate * beta2 * torch.tanh(right / beta2)
+
+
 _PLAIN = {
     "gelu": _gelu,
     "qgelu": lambda x: x * torch.sigmoid(1.702 * x),
@@ -408,36 +420,77 @@ _PLAIN = {
 _GATED = {
     "glu": _gated(torch.sigmoid), "geglu": _gated(_gelu), "qgeglu": _gated(_PLAIN["qgelu"]),
     "reglu": _gated(torch.relu), "sreglu": _gated(_PLAIN["srelu"]), "swiglu": _gated(F.silu),
+    "clamped_swiglu": _clamped_swiglu, "situglu": _situglu,
 }  # fmt: skip
+_SCALED = ("srelu", "swiglu", "clamped_swiglu", "situglu")
 
 
-def _backward(function: Callable, grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def _backward(function: Callable, grad: torch.Tensor, x: torch.Tensor, *params, **named):
     """fp32 gradient of ``function`` at ``x``, by torch's autograd."""
     with torch.enable_grad():
         x = x.detach().requires_grad_()
-        return torch.autograd.grad(function(x), x, grad)[0]
+        return torch.autograd.grad(function(x, *params, **named), x, grad)[0]
+
+
+def _interleaved(function: Callable) -> Callable:
+    """A gated ``function`` of halves that alternate in blocks of the last argument, if not 0."""
+
+    def call(x, *args):
+        *params, block = args
+        if block:
+            x = x.unflatten(-1, (-1, 2, block)).transpose(-3, -2).flatten(-3)
+        return function(x, *params)
+
+    return call
 
 
 def _activations() -> dict:
+    """Entry points by name; parameters of an activation come after the quantizer."""
     table = {}
-    for name, function in (_PLAIN | _GATED).items():
 
-        def forward(x, quantizer, _name=name, _function=function):
-            _no_quantizer(_name, x, quantizer)
-            return _function(x.float()).to(x.dtype)
+    def add(name: str, function: Callable) -> None:
+        back = "_d".join(name.rsplit("_", 1)) if "_" in name else f"d{name}"
 
-        def backward(grad, x, quantizer, _name=name, _function=function):
-            _no_quantizer(f"d{_name}", grad, quantizer)
-            return _backward(_function, grad.float(), x.float()).to(grad.dtype)
+        def forward(x, quantizer, *params, **named):
+            _no_quantizer(name, x, quantizer)
+            return function(x.float(), *params, **named).to(x.dtype)
 
-        def with_bias(grad, x, quantizer, _name=name, _function=function):
-            _no_quantizer(f"dbias_d{_name}", grad, quantizer)
-            wide = _backward(_function, grad.float(), x.float())
+        def backward(grad, x, quantizer, *params, **named):
+            _no_quantizer(back, grad, quantizer)
+            return _backward(function, grad.float(), x.float(), *params, **named).to(grad.dtype)
+
+        def with_bias(grad, x, quantizer):
+            _no_quantizer(f"dbias_{back}", grad, quantizer)
+            wide = _backward(function, grad.float(), x.float())
             return [wide.reshape(-1, wide.shape[-1]).sum(0).to(grad.dtype), wide.to(grad.dtype)]
 
-        table[name], table[f"d{name}"] = forward, backward
+        table[name], table[back] = forward, backward
         if name in _PLAIN:
-            table[f"dbias_d{name}"] = with_bias
+            table[f"dbias_{back}"] = with_bias
+
+    def add_scaled(name: str, function: Callable) -> None:
+        back = "_d".join(name.rsplit("_", 1))
+
+        def forward(x, scales, quantizer, *params):
+            _no_quantizer(name, x, quantizer)
+            out = function(x.float(), *params) * scales.float().view(*x.shape[:-1], 1)
+            return out.to(x.dtype)
+
+        def backward(grad, x, scales, quantizer, *args):
+            _no_quantizer(back, grad, quantizer)
+            *params, scale_grad = args
+            grad, wide, scale = grad.float(), x.float(), scales.float().view(*x.shape[:-1], 1)
+            dx = _backward(function, grad * scale, wide, *params).to(x.dtype)
+            dscales = (grad * function(wide, *params)).sum(-1).view_as(scales).to(scales.dtype)
+            return dx, dscales if scale_grad else None
+
+        table[name], table[back] = forward, backward
+
+    for name, function in (_PLAIN | _GATED).items():
+        add(name, function)
+    for name in _SCALED:
+        function = _PLAIN.get(name) or _interleaved(_GATED[name])
+        add_scaled(f"scaled_{name}", function)
     return table
 
 
