@@ -82,6 +82,10 @@ class _Stream:
         """Done."""
         return True
 
+    def elapsed_time(self, _end) -> float:
+        """Nothing is timed here."""
+        raise NotImplementedError("torch.cuda.Event.elapsed_time: run this on a GPU.")
+
 
 def _answer_device_queries() -> None:
     properties = types.SimpleNamespace(
@@ -110,8 +114,11 @@ def _answer_device_queries() -> None:
     torch.cuda.Stream = torch.cuda.Event = _Stream
     for name in ("device", "stream"):
         setattr(torch.cuda, name, lambda *_a, **_k: contextlib.nullcontext())
+    for name in ("graph", "CUDAGraph", "make_graphed_callables", "graph_pool_handle"):
+        setattr(torch.cuda, name, _missing(f"torch.cuda.{name}"))
     for name in ("range_push", "range_pop", "mark"):
         setattr(torch.cuda.nvtx, name, lambda *_a, **_k: None)
+    torch.cuda.default_generators = (torch.default_generator,)
     # torch seeds the GPU's generators too when one seems to be there.
     torch.cuda.manual_seed = torch.cuda.manual_seed_all = lambda *_a, **_k: None
     torch.cuda._is_in_bad_fork = lambda: False  # pylint: disable=protected-access
@@ -149,7 +156,8 @@ def _keep_tensors_on_cpu() -> None:
         wrap(torch.Tensor, name, True)
     for name in (
         "zeros", "zeros_like", "ones", "ones_like", "full", "full_like", "tensor", "arange",
-        "rand", "randn", "randint", "rand_like", "randn_like", "linspace", "as_tensor",
+        "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "linspace", "as_tensor",
+        "eye",
     ):  # fmt: skip
         wrap(torch, name, False)
     for name in ("new_zeros", "new_ones", "new_full", "new_tensor"):
@@ -556,6 +564,19 @@ def _missing(name: str) -> Callable:
     return function
 
 
+def _unless_enabled(name: str, function: Callable, default: bool) -> Callable:
+    """``function``, whose first argument ``enabled`` must be false."""
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        enabled = args[0] if args else kwargs.get("enabled", default)
+        if enabled or kwargs.get("calibrating", False):
+            _missing(name)()
+        return function(*args, **kwargs)
+
+    return call
+
+
 def _without_grad(function: Callable) -> Callable:
     """Entry points compute on raw memory: autograd never sees them."""
 
@@ -578,6 +599,13 @@ def _replace_entry_points(tex: types.ModuleType) -> None:
             continue
         replaced[id(entry)] = _without_grad(own[name]) if name in own else _missing(name)
         setattr(tex, name, replaced[id(entry)])
+    # Quantized compute is refused before it changes any state.
+    quantization = sys.modules["transformer_engine.pytorch.quantization"]
+    for name in ("quantized_model_init", "fp8_model_init"):
+        init = getattr(quantization, name)
+        replaced[id(init)] = _unless_enabled(name, init, True)
+    manager = quantization.FP8GlobalStateManager
+    manager.autocast_enter = _unless_enabled("autocast", manager.autocast_enter, False)
     # Some modules keep entry points in names and tables of their own.
     for name, module in list(sys.modules.items()):
         if name.split(".")[0] == "transformer_engine":
