@@ -1,116 +1,703 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Delivery of delayed weight gradients.
+"""Delayed weight gradients: ``delay_wgrad_compute=True`` changes when, never what.
 
-``backward_dw()`` of a module calls :func:`deliver`. The delayed half of the
-backward pass is a real autograd node: its backward runs the stored wgrad GEMM
-and *returns* the gradients, so that autograd itself accumulates them. It adds
-to an existing ``.grad`` in place, moves a first one without a copy, and fires
-the parameters' hooks once a contribution, as in the regular path::
+The backward pass of a module has two halves. The main half runs in
+``backward()`` and has no edge to the delayed parameters, so that nothing of
+theirs changes and none of their hooks fires. It leaves a :class:`Contribution`
+in the module's queue. The delayed half is an autograd node of its own:
+``backward_dw()`` runs it, it runs the stored wgrad GEMMs and *returns* the
+gradients, and autograd accumulates them as in the regular path::
 
-    backward():     dY --> [module: dgrad GEMM] --> dX
-                                 |
-                                 +--> store: (X, dY, wgrad GEMM)   first in ...
-    backward_dw():               |                                 ... first out
-                           [_DelayedHalf: wgrad GEMM] --> AccumulateGrad --> .grad
+    forward         X, W ------> [module] ------> Y          held: W, b
+    backward()      dY --> [main half: dgrad GEMM] --> dX
+                               |
+                               v   Contribution(X, dY, wgrad GEMM, W, b)
+                            queue: first in, first out
+                               |
+    backward_dw()              v
+                          [delayed half: wgrad GEMM] --> AccumulateGrad --> W.grad
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import functools
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
+from torch.distributed.tensor import DTensor
+
+from ..distributed_weight import is_distributed_weight
+from ..quantization import FP8GlobalStateManager
+from ..quantized_tensor import QuantizedTensorStorage
+from ..tensor.grouped_tensor import GroupedTensor
+from ..utils import get_nvtx_range_context
+
+__all__ = ["CapturedWgrads", "DelayedWgradMixin", "PendingWgrads", "apply_operations"]
+
+
+# --- the queue --------------------------------------------------------------
+
+
+class PendingWgrads:
+    """First-in-first-out queue of contributions, with the names of ``queue.Queue``.
+
+    Modules that hold an empty one can be deep-copied and pickled; the copy has
+    an empty queue of its own.
+    """
+
+    def __init__(self) -> None:
+        self._items: deque = deque()
+
+    def put(self, item) -> None:
+        """Append the newest."""
+        self._items.append(item)
+
+    def get(self):
+        """Remove and return the oldest; IndexError when there is none."""
+        return self._items.popleft()
+
+    def oldest(self):
+        """The oldest, left in place."""
+        return self._items[0]
+
+    def truncate(self, length: int) -> None:
+        """Drop the newest until ``length`` are left."""
+        while len(self._items) > length:
+            self._items.pop()
+
+    def qsize(self) -> int:
+        """How many are pending."""
+        return len(self._items)
+
+    __len__ = qsize
+
+    def empty(self) -> bool:
+        """Whether none is pending."""
+        return not self._items
+
+    def __repr__(self) -> str:
+        return f"PendingWgrads({len(self)} pending: {list(self._items)})"
+
+    def __reduce__(self):
+        if self._items:
+            raise RuntimeError(
+                f"{len(self)} delayed weight gradients are pending and cannot be copied or pickled. "
+                "Call backward_dw() until pending_backward_dw is 0, then copy the module."
+            )
+        return (PendingWgrads, ())
+
+
+# --- one contribution -------------------------------------------------------
+
+
+def _data_tensors(thing) -> Iterator[torch.Tensor]:
+    """Plain tensors inside lists and quantized or grouped tensors."""
+    if isinstance(thing, (list, tuple)):
+        for item in thing:
+            yield from _data_tensors(item)
+    elif isinstance(thing, QuantizedTensorStorage) or hasattr(thing, "get_data_tensors"):
+        yield from _data_tensors(list(vars(thing).values()))
+    elif isinstance(thing, torch.Tensor):
+        yield thing
+
+
+class Piece:
+    """One stored GEMM (grouped or not) and the parameters that it serves.
+
+    Parameters
+    ----------
+    tensors : list
+        Its operands: the input and the output gradient.
+    gemm : callable
+        ``gemm(x, dy, **late)`` of a dense module, or
+        ``gemm(x, dy, outputs, **late)`` of a grouped one; ``late`` holds what
+        is decided at delivery: ``accumulate`` and, dense, ``out`` and ``out_dtype``.
+    group : Group
+        The parameters.
+    """
+
+    def __init__(self, tensors: list, gemm: Callable, group: Group) -> None:
+        self.tensors, self.gemm, self.group = tensors, gemm, group
+        self.result: tuple | None = None
+
+    def run(self) -> tuple[list, list]:
+        """Weight gradients and bias gradients, None for each that there is none of.
+
+        The result is kept until the contribution is delivered, so that a GEMM
+        that added to ``main_grad`` is not repeated when a later one raised.
+        """
+        if self.result is None:
+            run = self._run_dense if self.group.layout == "dense" else self._run_grouped
+            self.result = run()
+            self.tensors = self.gemm = None
+        return self.result
+
+    def _run_dense(self) -> tuple[list, list]:
+        group = self.group
+        late = {}
+        if group.fused:
+            (out,) = group.main_grads()
+            late = {"out": out, "out_dtype": out.dtype, "accumulate": group.accumulates()}
+        wgrad, bgrad, *_ = self.gemm(*self.tensors, **late)
+        return [None if group.fused else wgrad], [bgrad]
+
+    def _run_grouped(self) -> tuple[list, list]:
+        group = self.group
+        outputs = group.main_grads() if group.fused else group.new_wgrads()
+        target = outputs
+        if group.layout == "packed":
+            count, *shape = group.weights[0].shape
+            if isinstance(self.tensors[1], (list, tuple)):
+                target = list(outputs[0].unbind())
+            else:
+                target = GroupedTensor.make_grouped_tensor_from_rowwise_data(
+                    num_tensors=count,
+                    tensor_shape=tuple(shape),
+                    rowwise_data=outputs[0].view(-1),
+                    dtype=outputs[0].dtype,
+                )
+        done = self.gemm(*self.tensors, target, accumulate=group.fused and group.accumulates())
+        bgrads = list(done[1]) if isinstance(done, tuple) and done[1] is not None else []
+        return [None] * len(outputs) if group.fused else outputs, bgrads
+
+
+class Group:
+    """Parameters that one GEMM makes the gradients of.
+
+    Parameters
+    ----------
+    weights, biases : sequence of torch.Tensor
+        As the forward pass used them; need not be leaves.
+    layout : str
+        "dense" (one weight), "list" (one weight a group) or "packed" (one
+        weight ``[groups, out, in]``).
+    fused : bool
+        Whether the GEMM writes ``main_grad``.
+    dtype : torch.dtype
+        Of the gradients where they are not fused.
+    first_microbatch : bool, optional
+        The forward's ``is_first_microbatch``; True overwrites ``main_grad``.
+    bias_in_main : bool
+        Whether the main half is expected to make the bias gradients, which
+        then keep their edges.
+    """
+
+    def __init__(
+        self, weights, biases=(), *, layout, fused, dtype, first_microbatch=None, bias_in_main=False
+    ) -> None:
+        self.weights, self.biases = list(weights), list(biases)
+        self.layout, self.fused, self.dtype = layout, fused, dtype
+        self.first_microbatch, self.bias_in_main = first_microbatch, bias_in_main
+
+    def held(self) -> list[torch.Tensor]:
+        """Parameters that the main half must not have edges to."""
+        return self.weights if self.bias_in_main else self.weights + self.biases
+
+    def main_grads(self) -> list[torch.Tensor]:
+        """``main_grad`` of each weight, asked for now and checked before a kernel writes it.
+
+        Raises
+        ------
+        RuntimeError
+            Where there is none, or its size, layout or device does not fit.
+        """
+        found = []
+        for number, weight in enumerate(self.weights):
+            if hasattr(weight, "__fsdp_param__"):
+                weight.main_grad = weight.get_main_grad()
+            grad = getattr(weight, "main_grad", None)
+            if grad is None:
+                raise RuntimeError(
+                    "fuse_wgrad_accumulation (accumulate_into_main_grad) is on, but weight "
+                    f"{number} has no main_grad. Set weight.main_grad to a buffer of shape "
+                    f"{tuple(weight.shape)}, or turn the setting off."
+                )
+            if grad.numel() != math.prod(weight.shape) or not grad.is_contiguous():
+                raise RuntimeError(
+                    f"main_grad of weight {number} must be a contiguous view with the "
+                    f"{math.prod(weight.shape)} elements of shape {tuple(weight.shape)}; it has shape "
+                    f"{tuple(grad.shape)} and strides {grad.stride()}."
+                )
+            found.append(grad.view(tuple(weight.shape)))
+        return found
+
+    def accumulates(self) -> bool:
+        """Whether the GEMM adds to ``main_grad``; decided now, as the weight says."""
+        return not self.first_microbatch and not getattr(
+            self.weights[0], "overwrite_main_grad", False
+        )
+
+    def new_wgrads(self) -> list[torch.Tensor]:
+        """Memory for the gradients, one buffer for all."""
+        lead = self.weights[0]
+        shape = tuple(lead.shape) if self.layout == "packed" else (len(self.weights), *lead.shape)
+        packed = torch.empty(shape, dtype=self.dtype, device=lead.device)
+        return [packed] if self.layout == "packed" else [packed[i] for i in range(shape[0])]
+
+    def mark_main_grads(self) -> list[torch.Tensor | None]:
+        """Set ``grad_added_to_main_grad`` and make the dummy that stands in ``.grad``."""
+        # pylint: disable=import-outside-toplevel
+        from ..ops._common import get_dummy_wgrads_for_params
+
+        return get_dummy_wgrads_for_params(self.weights)
+
+
+class Contribution:
+    """What one main backward left for ``backward_dw()``: GEMMs and ready gradients.
+
+    Parameters
+    ----------
+    pieces : sequence of Piece
+        The GEMMs.
+    ready : sequence of (torch.Tensor, torch.Tensor)
+        Parameters and gradients that the main half made although their edge
+        was taken away.
+    """
+
+    def __init__(self, pieces: Sequence[Piece], ready: Sequence[tuple] = ()) -> None:
+        self.pieces, self.ready = list(pieces), list(ready)
+        self.stream = torch.cuda.current_stream()
+        self.fused_groups: list[Group] = []
+
+    def __repr__(self) -> str:
+        shapes = [tuple(w.shape) for piece in self.pieces for w in piece.group.weights]
+        return f"Contribution(weights {shapes})"
+
+    def compute(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+        """Run the GEMMs and return (parameter, gradient) pairs, once.
+
+        Raises
+        ------
+        Exception
+            What a GEMM raises; a second call goes on from there.
+        """
+        self._keep_memory()
+        done = [(piece.group, *piece.run()) for piece in self.pieces]
+        pairs = []
+        for group, wgrads, bgrads in done:
+            pairs += zip(group.weights, group.mark_main_grads() if group.fused else wgrads)
+            pairs += ((b, g) for b, g in zip(group.biases, bgrads) if g is not None and g.numel())
+        pairs += self.ready
+        self.fused_groups = [group for group, *_ in done if group.fused]
+        self.pieces, self.ready = [], []
+        return pairs
+
+    def _keep_memory(self) -> None:
+        """The operands' memory is not reused before this stream has read it."""
+        stream = torch.cuda.current_stream()
+        if stream == self.stream or torch.cuda.is_current_stream_capturing():
+            return
+        for piece in self.pieces:
+            for tensor in _data_tensors(piece.tensors):
+                if tensor.is_cuda:
+                    tensor.record_stream(stream)
 
 
 class _DelayedHalf(torch.autograd.Function):
-    """The wgrad half of a module's backward, as a node of its own.
-
-    The forward returns a scalar that only serves to start the backward from.
-    """
+    """The wgrad half of a module's backward, as a node of its own."""
 
     @staticmethod
-    def forward(ctx, compute: Callable[[], Sequence], *params: torch.Tensor) -> torch.Tensor:
+    def forward(ctx, grads: list, *targets: torch.Tensor) -> torch.Tensor:
         # pylint: disable=missing-function-docstring
-        ctx.compute = compute
-        return torch.zeros((), dtype=torch.float32, device=params[0].device)
+        ctx.grads = grads
+        # Only its edge matters; no kernel reads or writes it.
+        return torch.empty((), device=targets[0].device)
 
     @staticmethod
     def backward(ctx, _grad: torch.Tensor) -> tuple:
         # pylint: disable=missing-function-docstring
-        compute, ctx.compute = ctx.compute, None
-        return (None, *compute())
+        grads = (None, *ctx.grads)
+        # A gradient that nothing else refers to is moved into .grad, not copied.
+        ctx.grads.clear()
+        return grads
 
 
-def _rows(grad: torch.Tensor, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Split a gradient of the concatenated parameters along dim 0, one slice a parameter."""
-    if len(params) == 1:
-        return [grad.to(params[0].dtype).view_as(params[0])]
-    # Slices of one buffer must not alias each other's storage in .grad: an
-    # optimizer or a flat-buffer reducer may resize or free one of them.
-    parts = torch.split(grad, [p.shape[0] for p in params], dim=0)
-    return [part.to(p.dtype, copy=True).view_as(p) for part, p in zip(parts, params)]
+def accumulate(pairs: list[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
+    """Give gradients to autograd, as a backward pass does; empties ``pairs``.
 
+    Autograd adds to an existing ``.grad`` in place, splits what the parameters
+    were concatenated from, and runs every hook once.
 
-def _run_oldest(store) -> tuple:
-    """Run the oldest pending GEMM; take it off the queue only when that worked.
-
-    Returns
-    -------
-    tuple of torch.Tensor or None
-        The weight gradient ``[out, in]`` and the bias gradient ``[out]``.
+    Parameters
+    ----------
+    pairs : list of (torch.Tensor, torch.Tensor or None)
+        Parameters (or what was computed from them) and their gradients.
     """
-    tensors, func = store.context.queue[0]
-    for tensor in tensors:
-        # The memory may have been allocated on another stream than this one.
-        if isinstance(tensor, torch.Tensor) and tensor.device.type == "cuda":
-            if not torch.cuda.is_current_stream_capturing():
-                tensor.record_stream(torch.cuda.current_stream(tensor.device))
-    wgrad, bgrad, *_ = func(*tensors)
-    store.context.get()
-    return wgrad, bgrad
+    wanted = [(t, g) for t, g in pairs if t.requires_grad]
+    pairs.clear()
+    if not wanted:
+        return
+    targets, grads = [t for t, _ in wanted], [g for _, g in wanted]
+    wanted.clear()
+    with torch.enable_grad():
+        half = _DelayedHalf.apply(grads, *targets)
+    torch.autograd.backward(half, grad_tensors=half.detach())
 
 
-def deliver(module: torch.nn.Module) -> bool:
-    """Run a module's oldest pending wgrad GEMM and accumulate what it gives.
+class CapturedWgrads:
+    """``backward_dw()`` under CUDA-graph capture: runs the GEMMs, delivers at each replay.
 
-    For modules with the names ``weight_names`` and ``bias_names`` (``Linear``,
-    ``LayerNormLinear``). With fused accumulation the GEMM itself adds to
-    ``main_grad``; only the bias then goes through autograd.
+    Parameters
+    ----------
+    module : DelayedWgradMixin
+        Has pending contributions; they leave its queue.
+    only_oldest : bool
+        Take one contribution, not all that are pending.
+    """
 
-    Returns
-    -------
-    bool
-        False when nothing was pending; nothing is changed then.
+    def __init__(self, module: torch.nn.Module, *, only_oldest: bool = False) -> None:
+        self.module = module
+        self.runs = []
+        store = module.wgrad_store.context
+        for _ in range(min(1, len(store)) if only_oldest else len(store)):
+            contribution = store.oldest()
+            fused = set()
+            pairs = contribution.compute()
+            for group in contribution.fused_groups:
+                fused |= {id(weight) for weight in group.weights}
+            store.get()
+            pairs = [(t, g) for t, g in pairs if id(t) not in fused]
+            self.runs.append((pairs, contribution.fused_groups))
+
+    def deliver(self) -> None:
+        """Accumulate what the last replay computed, then run the module's hooks.
+
+        The graph's own memory is never put into ``.grad``: autograd copies a
+        gradient that something else refers to.
+        """
+        for pairs, fused_groups in self.runs:
+            dummies = [pair for g in fused_groups for pair in zip(g.weights, g.mark_main_grads())]
+            accumulate(pairs + dummies)
+            self.module._trigger_wgrad_accumulation_and_reduce_hooks()
+
+
+# --- the main half ----------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=None)
+def _without_edges(function: type) -> type:
+    """An autograd function like ``function`` whose held arguments have no edges."""
+
+    def forward(ctx, main: MainHalf, _anchor, *args):
+        ctx.delayed_main_half = main
+        return function.forward(ctx, *main.put_back(args))
+
+    def backward(ctx, *grad_outputs):
+        main = ctx.delayed_main_half
+        with main.collecting():
+            grads = main.take_out(function.backward(ctx, *grad_outputs))
+        return (None, None, *grads)
+
+    members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    return type(function.__name__, (function,), members)
+
+
+class MainHalf:
+    """One forward and its backward, with the delayed parameters held back from autograd.
+
+    Modules hand it to their autograd function in place of ``WeightGradStore``.
+
+    Parameters
+    ----------
+    store : PendingWgrads
+        Where contributions go.
+    groups : dict of str to Group
+        The delayed parameters by the name that ``put`` is called with.
+    """
+
+    def __init__(self, store: PendingWgrads, groups: dict[str, Group]) -> None:
+        self.store, self.groups = store, groups
+        self.held: dict[int, torch.Tensor] = {}
+        self.pieces: list[Piece] = []
+        self.ready: list[tuple] = []
+
+    # The two names that the backward code of the modules calls.
+
+    def delay_wgrad_compute(self) -> bool:
+        """True: this pass delays."""
+        return True
+
+    def put(self, tensors: list, gemm: Callable, name: str = "") -> None:
+        """Keep a GEMM for later; grouped callers' output list is made at delivery."""
+        self.pieces.append(Piece(list(tensors[:2]), gemm, self.groups[name]))
+
+    def apply(self, function: type, *args):
+        """``function.apply(*args)`` without edges to the parameters of the groups."""
+        hold = {id(t) for group in self.groups.values() for t in group.held()}
+        self.held = {i: a for i, a in enumerate(args) if id(a) in hold}
+        args = [None if i in self.held else a for i, a in enumerate(args)]
+        anchor = None
+        if not any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
+            # Nothing else asks for a gradient, but the main half must run.
+            anchor = torch.empty(0, device=self.held[min(self.held)].device, requires_grad=True)
+        return _without_edges(function).apply(self, anchor, *args)
+
+    def bind(self, function: type) -> Callable:
+        """``apply`` for one function, called as ``function.apply`` is."""
+        return functools.partial(self.apply, function)
+
+    def put_back(self, args: tuple) -> list:
+        """The arguments as the caller gave them."""
+        return [self.held.get(i, a) for i, a in enumerate(args)]
+
+    @contextlib.contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Around a backward: queues what it put, or nothing when it raises."""
+        self.pieces, self.ready = [], []
+        try:
+            yield
+            if self.pieces or self.ready:
+                self.store.put(Contribution(self.pieces, self.ready))
+        finally:
+            self.pieces, self.ready = [], []
+
+    def take_out(self, grads: tuple) -> list:
+        """Blank the held arguments' gradients; keep the biases' that were made already."""
+        biases = {id(b) for g in self.groups.values() for b in g.biases}
+        self.ready = [
+            (t, grads[i])
+            for i, t in self.held.items()
+            if id(t) in biases and grads[i] is not None
+        ]
+        return [None if i in self.held else g for i, g in enumerate(grads)]
+
+
+class OperationsMainHalf(MainHalf):
+    """The same for a fused pipeline of operations, whose operations queue by themselves."""
+
+    def __init__(self, operations: Sequence[DelayedWgradMixin]) -> None:
+        groups = {str(i): op.delayed_group(None) for i, op in enumerate(operations)}
+        super().__init__(PendingWgrads(), groups)
+        self.stores = [op.wgrad_store.context for op in operations]
+
+    @contextlib.contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Around a backward: takes back what it queued when it raises."""
+        lengths = [len(store) for store in self.stores]
+        try:
+            yield
+        except BaseException:
+            for store, length in zip(self.stores, lengths):
+                store.truncate(length)
+            raise
+
+
+def apply_operations(function: type, operations: Sequence, *args):
+    """``function.apply(*args)`` of an operation fuser, its delayed weights held back."""
+    delayed = [op for op in operations if isinstance(op, DelayedWgradMixin) and op.delays_weights()]
+    if not delayed:
+        return function.apply(*args)
+    return OperationsMainHalf(delayed).apply(function, *args)
+
+
+# --- what cannot be right ---------------------------------------------------
+
+
+_USERBUFFERS = (
+    "ub_overlap_ag_dgrad", "ub_overlap_rs_dgrad", "ub_bulk_dgrad", "ub_bulk_wgrad", "ub_overlap_ag"
+)  # fmt: skip
+
+
+def _refuse(what: str, why: str, instead: str) -> None:
+    raise RuntimeError(f"delay_wgrad_compute=True does not work with {what}: {why}. {instead}")
+
+
+def check_supported(owner: torch.nn.Module, weights: Sequence[torch.Tensor]) -> None:
+    """Refuse what would give wrong gradients, before anything is changed.
 
     Raises
     ------
-    Exception
-        What the GEMM raises. The contribution stays pending and no gradient
-        has changed; the call can be repeated.
+    RuntimeError
+        Naming the setting and the way out.
     """
-    store = module.wgrad_store
-    if store.context.empty():
-        return False
-    weights = [getattr(module, name) for name in module.weight_names]
-    biases = [getattr(module, name) for name in module.bias_names] if module.use_bias else []
-    if module.fuse_wgrad_accumulation:
-        weights = []
-    wanted = [p for p in (*weights, *biases) if p.requires_grad]
+    off = "Set delay_wgrad_compute=False for this module."
+    if torch.compiler.is_compiling():
+        _refuse("torch.compile", "the compiled backward cannot be split in two", off)
+    if any(isinstance(w, DTensor) for w in weights) or getattr(owner, "is_fsdp2", False):
+        _refuse(
+            "FSDP2 (DTensor weights)", "gradients are reduced before backward_dw() makes them", off
+        )
+    if any(is_distributed_weight(w) for w in weights):
+        _refuse("distributed weights", "they reduce their gradients in the main backward", off)
+    for name in _USERBUFFERS:
+        if getattr(owner, name, False):
+            _refuse(
+                f"Userbuffers overlap ({name}=True)",
+                "its buffers are used again before backward_dw() reads them",
+                f"Set {name}=False or delay_wgrad_compute=False.",
+            )
+    ddp = torch.nn.parallel.DistributedDataParallel._active_ddp_module
+    if ddp is not None:
+        for name in ("find_unused_parameters", "static_graph"):
+            if getattr(ddp, name, False):
+                _refuse(
+                    f"DistributedDataParallel({name}=True)",
+                    "it takes the delayed parameters for finished in the main backward",
+                    f"Set {name}=False, or delay_wgrad_compute=False.",
+                )
 
-    def compute() -> list:
-        wgrad, bgrad = _run_oldest(store)
-        grads = list(_rows(wgrad, weights)) if weights else []
-        # No bias gradient here: the main backward made and delivered it (FP8).
-        missing = bgrad is None or bgrad.numel() == 0
-        grads += [None] * len(biases) if missing else _rows(bgrad, biases) if biases else []
-        del wgrad, bgrad
-        picked = [g for g, p in zip(grads, (*weights, *biases)) if p.requires_grad]
-        grads.clear()
-        return picked
 
-    with torch.enable_grad():
-        node = _DelayedHalf.apply(compute, *wanted) if wanted else None
-    if node is None:
-        compute()
-    else:
-        torch.autograd.backward(node)
-    return True
+# --- what modules inherit ---------------------------------------------------
+
+
+class DelayedWgradMixin:
+    """``backward_dw()`` and what belongs to it, for modules and operations.
+
+    Uses of the class it is mixed into: ``wgrad_store``, ``need_backward_dw()``
+    and ``_trigger_wgrad_accumulation_and_reduce_hooks()``.
+    """
+
+    @property
+    def pending_backward_dw(self) -> int:
+        """How many ``backward_dw()`` calls there is work for (read only)."""
+        store = getattr(self, "wgrad_store", None)
+        return 0 if store is None or store.context is None else len(store.context)
+
+    def backward_dw(self) -> None:
+        """Compute the oldest pending weight gradients and accumulate them.
+
+        One call answers one ``backward()`` of this module, oldest first. With
+        nothing pending it does nothing. When a GEMM raises, the contribution
+        stays pending and the call can be repeated.
+        """
+        if not self.need_backward_dw() or not self.pending_backward_dw:
+            return
+        with get_nvtx_range_context(f"_{type(self).__name__}_wgrad"):
+            accumulate(self._compute_oldest_wgrads())
+            self._trigger_wgrad_accumulation_and_reduce_hooks()
+
+    def _compute_oldest_wgrads(self) -> list:
+        """Run the oldest contribution's GEMMs; it leaves the queue once they have run."""
+        pairs = self.wgrad_store.context.oldest().compute()
+        self.wgrad_store.context.get()
+        return pairs
+
+    def delayed_main_half(self, groups: dict[str, Group]) -> MainHalf | None:
+        """Start a forward whose weight gradients come later.
+
+        Returns None where there is nothing to delay: the pass is then the regular one.
+        """
+        if not self.need_backward_dw() or not torch.is_grad_enabled():
+            return None
+        groups = {n: g for n, g in groups.items() if any(w.requires_grad for w in g.weights)}
+        if not groups:
+            return None
+        check_supported(self, [w for g in groups.values() for w in g.weights])
+        return MainHalf(self.wgrad_store.context, groups)
+
+    def dense_main_half(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        first_microbatch: bool | None,
+    ) -> MainHalf | None:
+        """The same for one GEMM: ``weight`` is ``[out, in]``, ``bias`` is ``[out]`` or None."""
+        if not self.need_backward_dw():
+            return None
+        return self.delayed_main_half({"": self.dense_group(weight, bias, first_microbatch)})
+
+    def mlp_main_half(self, fc1: tuple, fc2: tuple, first_microbatch: bool | None):
+        """The same for two GEMMs: ``(weight, bias)`` each, delivered together."""
+        if not self.need_backward_dw():
+            return None
+        # The fused bias and GELU kernel makes the first bias gradient in the main half.
+        fused = True if self.bias_gelu_nvfusion and not self.fp8 else None
+        groups = {
+            "fc2": self.dense_group(*fc2, first_microbatch),
+            "fc1": self.dense_group(*fc1, first_microbatch, bias_in_main=fused),
+        }
+        return self.delayed_main_half(groups)
+
+    def dense_group(self, weight, bias, first_microbatch, *, bias_in_main=None) -> Group:
+        """One GEMM's parameters; with quantized compute the main half makes the bias gradient."""
+        if bias_in_main is None:
+            bias_in_main = self.bias_in_main_half()
+        return Group(
+            [weight],
+            [] if bias is None else [bias],
+            layout="dense",
+            fused=self.fuse_wgrad_accumulation,
+            dtype=self.activation_dtype,
+            first_microbatch=first_microbatch,
+            bias_in_main=bias_in_main,
+        )
+
+    def grouped_main_half(self, weights, biases, first_microbatch, output_quantizers):
+        """The same for a grouped GEMM: one or ``num_gemms`` weights and biases."""
+        if not self.need_backward_dw():
+            return None
+        # pylint: disable=import-outside-toplevel
+        from .grouped_linear import is_cpu_offload_enabled, is_module_grouped_tensor_path_supported
+
+        recipe = FP8GlobalStateManager.get_fp8_recipe() if self.fp8 else None
+        # The native grouped-tensor path reduces dY itself.
+        native = (
+            self.use_grouped_tensor
+            and not (self.fp8_calibration or is_cpu_offload_enabled())
+            and all(quantizer is None for quantizer in output_quantizers)
+            and is_module_grouped_tensor_path_supported(recipe, self.activation_dtype)
+        )
+        group = Group(
+            weights,
+            biases if self.apply_bias else [],
+            layout="packed" if self.single_grouped_weight else "list",
+            fused=self.fuse_wgrad_accumulation,
+            dtype=self.activation_dtype,
+            first_microbatch=first_microbatch,
+            bias_in_main=native or self.bias_in_main_half(),
+        )
+        return self.delayed_main_half({"": group})
+
+    def bias_in_main_half(self) -> bool:
+        """Whether quantizing dY makes the bias gradient, not the wgrad GEMM."""
+        return self.fp8 and FP8GlobalStateManager.get_fp8_recipe().backward_override is None
+
+    def mark_delayed_parameter(self, name: str, param: torch.Tensor | None) -> None:
+        """Set ``skip_backward_post_hook`` on a parameter whose gradient comes late.
+
+        At registration, so that it holds for parameters that are made anew
+        (meta device) or attached later. Norm parameters are not delayed.
+        """
+        store = self.__dict__.get("wgrad_store")
+        if param is not None and store is not None and store.delay_wgrad_compute():
+            operation = hasattr(self, "op_forward")
+            if name.startswith("weight") if operation else not name.startswith("layer_norm"):
+                param.skip_backward_post_hook = True
+
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)
+        # Copying a parameter drops its attributes.
+        for name, param in self._parameters.items():
+            self.mark_delayed_parameter(name, param)
+
+    # For operations (``transformer_engine.pytorch.ops``).
+
+    def delays_weights(self) -> bool:
+        """Whether this operation's weight gradients come later."""
+        if not self.need_backward_dw():
+            return False
+        weights = self._get_weight_tensors()
+        if not any(w.requires_grad for w in weights):
+            return False
+        check_supported(self, weights)
+        return True
+
+    def delayed_group(self, dtype: torch.dtype | None) -> Group:
+        """The operation's weights; gradients have ``dtype`` where they are not fused."""
+        return Group(
+            self._get_weight_tensors(),
+            layout="packed" if self.single_grouped_weight else "list",
+            fused=self._accumulate_into_main_grad,
+            dtype=dtype,
+        )
+
+    def put_delayed_wgrad(self, ctx, x, dy, gemm: Callable) -> bool:
+        """Queue ``gemm(x, dy, outputs, accumulate=...)``; False where nothing is delayed."""
+        if not ctx.weight_requires_grad or not self.need_backward_dw():
+            return False
+        piece = Piece([x, dy], gemm, self.delayed_group(ctx.dtype))
+        self.wgrad_store.context.put(Contribution([piece]))
+        return True
