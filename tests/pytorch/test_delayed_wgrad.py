@@ -268,17 +268,22 @@ def test_a3_first_gradient_is_not_copied(kind, device):
     """autograd takes the GEMM's output as .grad: no second weight-sized buffer."""
     module = make(kind, device, delay=True)
     backward(kind, module, inputs(device)[0])
-    contribution = module.wgrad_store.context.oldest()
     pointers = []
-    for piece in contribution.pieces:
-        original = piece.run
 
-        def watched(original=original):
-            wgrads, bgrads = original()
-            pointers.extend(grad.data_ptr() for grad in wgrads)
-            return wgrads, bgrads
+    def watch(piece):
+        gemm = piece.gemm
 
-        piece.run = watched
+        def watched(x, dy, *outputs, **late):
+            done = gemm(x, dy, *outputs, **late)
+            made = outputs[0] if outputs else done[:1]
+            pointers.extend(tensor.data_ptr() for tensor in made)
+            return done
+
+        piece.gemm = watched
+
+    for piece in module.wgrad_store.context.oldest().pieces:
+        watch(piece)
+    del piece
     module.backward_dw()
     found = {getattr(module, n).grad.data_ptr() for n in weight_names(kind, module)}
     assert found == set(pointers)
@@ -840,10 +845,10 @@ def test_a14_ddp(kind, setting, device, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["linear", "layernorm_linear"])
-def test_a14_fsdp2(kind, device):
+def test_a14_fsdp2(kind, device, monkeypatch):
     """Sharded gradients are reduced before backward_dw makes them."""
     module = make(kind, device, delay=True)
-    module.is_fsdp2 = True
+    monkeypatch.setattr(type(module), "is_fsdp2", True)
     with pytest.raises(RuntimeError, match="FSDP2.*delay_wgrad_compute=False"):
         run(kind, module, inputs(device)[0])
     assert module.pending_backward_dw == 0

@@ -603,18 +603,14 @@ class DelayedWgradMixin:
         """The same for two GEMMs: ``(weight, bias)`` each, delivered together."""
         if not self.need_backward_dw():
             return None
-        # The fused bias and GELU kernel makes the first bias gradient in the main half.
-        fused = True if self.bias_gelu_nvfusion and not self.fp8 else None
         groups = {
             "fc2": self.dense_group(*fc2, first_microbatch),
-            "fc1": self.dense_group(*fc1, first_microbatch, bias_in_main=fused),
+            "fc1": self.dense_group(*fc1, first_microbatch),
         }
         return self.delayed_main_half(groups)
 
-    def dense_group(self, weight, bias, first_microbatch, *, bias_in_main=None) -> Group:
+    def dense_group(self, weight, bias, first_microbatch) -> Group:
         """One GEMM's parameters; with quantized compute the main half makes the bias gradient."""
-        if bias_in_main is None:
-            bias_in_main = self.bias_in_main_half()
         return Group(
             [weight],
             [] if bias is None else [bias],
@@ -622,7 +618,7 @@ class DelayedWgradMixin:
             fused=self.fuse_wgrad_accumulation,
             dtype=self.activation_dtype,
             first_microbatch=first_microbatch,
-            bias_in_main=bias_in_main,
+            bias_in_main=self.bias_in_main_half(),
         )
 
     def grouped_main_half(self, weights, biases, first_microbatch, output_quantizers):
@@ -654,6 +650,11 @@ class DelayedWgradMixin:
     def bias_in_main_half(self) -> bool:
         """Whether quantizing dY makes the bias gradient, not the wgrad GEMM."""
         return self.fp8 and FP8GlobalStateManager.get_fp8_recipe().backward_override is None
+
+    def register_parameter(self, name: str, param: torch.nn.Parameter | None, **kwargs) -> None:
+        """Register, and mark a parameter whose gradient comes late."""
+        super().register_parameter(name, param, **kwargs)
+        self.mark_delayed_parameter(name, param)
 
     def mark_delayed_parameter(self, name: str, param: torch.Tensor | None) -> None:
         """Set ``skip_backward_post_hook`` on a parameter whose gradient comes late.
