@@ -196,6 +196,10 @@ class Group:
         """Parameters that the main half must not have edges to."""
         return self.weights if self.bias_in_main else self.weights + self.biases
 
+    def trained(self) -> list[torch.Tensor]:
+        """Weights that are not frozen now."""
+        return [weight for weight in self.weights if weight.requires_grad]
+
     def main_grads(self) -> list[torch.Tensor]:
         """``main_grad`` of each weight, asked for now and checked before a kernel writes it.
 
@@ -209,6 +213,9 @@ class Group:
             if hasattr(weight, "__fsdp_param__"):
                 weight.main_grad = weight.get_main_grad()
             grad = getattr(weight, "main_grad", None)
+            if grad is None and not weight.requires_grad:
+                # The grouped GEMM writes something for a frozen expert; nobody reads it.
+                grad = torch.empty(tuple(weight.shape), dtype=torch.float32, device=weight.device)
             if grad is None:
                 raise RuntimeError(
                     "fuse_wgrad_accumulation (accumulate_into_main_grad) is on, but weight "
@@ -242,7 +249,7 @@ class Group:
         # pylint: disable=import-outside-toplevel
         from ..ops._common import get_dummy_wgrads_for_params
 
-        return get_dummy_wgrads_for_params(self.weights)
+        return get_dummy_wgrads_for_params(self.trained())
 
 
 class Contribution:
@@ -278,7 +285,10 @@ class Contribution:
         done = [(piece.group, *piece.run()) for piece in self.pieces]
         pairs = []
         for group, wgrads, bgrads in done:
-            pairs += zip(group.weights, group.mark_main_grads() if group.fused else wgrads)
+            if group.fused:
+                pairs += zip(group.trained(), group.mark_main_grads())
+            else:
+                pairs += zip(group.weights, wgrads)
             pairs += ((b, g) for b, g in zip(group.biases, bgrads) if g is not None and g.numel())
         pairs += self.ready
         self.fused_groups = [group for group, *_ in done if group.fused]
@@ -369,7 +379,7 @@ class CapturedWgrads:
         gradient that something else refers to.
         """
         for pairs, fused_groups in self.runs:
-            dummies = [pair for g in fused_groups for pair in zip(g.weights, g.mark_main_grads())]
+            dummies = [pair for g in fused_groups for pair in zip(g.trained(), g.mark_main_grads())]
             accumulate(pairs + dummies)
             self.module._trigger_wgrad_accumulation_and_reduce_hooks()
 
@@ -540,6 +550,11 @@ def check_supported(owner: torch.nn.Module, weights: Sequence[torch.Tensor]) -> 
                 )
 
 
+def any_requires_grad(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether at least one of them is trained."""
+    return any(tensor.requires_grad for tensor in tensors)
+
+
 # --- what modules inherit ---------------------------------------------------
 
 
@@ -582,7 +597,7 @@ class DelayedWgradMixin:
         """
         if not self.need_backward_dw() or not torch.is_grad_enabled():
             return None
-        groups = {n: g for n, g in groups.items() if any(w.requires_grad for w in g.weights)}
+        groups = {name: g for name, g in groups.items() if any_requires_grad(g.weights)}
         if not groups:
             return None
         check_supported(self, [w for g in groups.values() for w in g.weights])
@@ -681,7 +696,7 @@ class DelayedWgradMixin:
         if not self.need_backward_dw():
             return False
         weights = self._get_weight_tensors()
-        if not any(w.requires_grad for w in weights):
+        if not any_requires_grad(weights):
             return False
         check_supported(self, weights)
         return True
