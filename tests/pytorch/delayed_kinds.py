@@ -53,45 +53,56 @@ def _dense(cls, *sizes):
     return build
 
 
-def _grouped(*, delay, fuse, dtype, device, **extra):
-    return te.GroupedLinear(
-        len(SPLITS),
-        SIZE,
-        SIZE,
-        bias=True,
-        params_dtype=dtype,
-        device=device,
-        delay_wgrad_compute=delay,
-        fuse_wgrad_accumulation=fuse,
-        **extra,
-    )
+def _grouped(size, splits):
+    def build(*, delay, fuse, dtype, device, **extra):
+        return te.GroupedLinear(
+            len(splits),
+            size,
+            size,
+            bias=True,
+            params_dtype=dtype,
+            device=device,
+            delay_wgrad_compute=delay,
+            fuse_wgrad_accumulation=fuse,
+            **extra,
+        )
+
+    return build
 
 
-def _operation(*, delay, fuse, dtype, device, **extra):
-    return te.ops.GroupedLinear(
-        len(SPLITS),
-        SIZE,
-        SIZE,
-        bias=True,
-        dtype=dtype,
-        device=device,
-        delay_wgrad_compute=delay,
-        accumulate_into_main_grad=fuse,
-        **extra,
-    )
+def _operation(size, splits):
+    def build(*, delay, fuse, dtype, device, **extra):
+        return te.ops.GroupedLinear(
+            len(splits),
+            size,
+            size,
+            bias=True,
+            dtype=dtype,
+            device=device,
+            delay_wgrad_compute=delay,
+            accumulate_into_main_grad=fuse,
+            **extra,
+        )
+
+    return build
 
 
-def _call_operation(module, x):
-    return module(x, torch.tensor(SPLITS, dtype=torch.int64, device=x.device))
+def kinds(size: int, splits: list[int]) -> dict[str, Kind]:
+    """Every kind, for inputs of ``[sum(splits), size]``."""
+
+    def call_operation(module, x):
+        return module(x, torch.tensor(splits, dtype=torch.int64, device=x.device))
+
+    return {
+        "linear": Kind(_dense(te.Linear, size, size)),
+        "layernorm_linear": Kind(_dense(te.LayerNormLinear, size, size)),
+        "layernorm_mlp": Kind(_dense(te.LayerNormMLP, size, 2 * size), late=("fc1_", "fc2_")),
+        "grouped": Kind(_grouped(size, splits), lambda module, x: module(x, list(splits))),
+        "ops_grouped": Kind(_operation(size, splits), call_operation, late=("weight",)),
+    }
 
 
-KINDS = {
-    "linear": Kind(_dense(te.Linear, SIZE, SIZE)),
-    "layernorm_linear": Kind(_dense(te.LayerNormLinear, SIZE, SIZE)),
-    "layernorm_mlp": Kind(_dense(te.LayerNormMLP, SIZE, 2 * SIZE), late=("fc1_", "fc2_")),
-    "grouped": Kind(_grouped, lambda module, x: module(x, list(SPLITS))),
-    "ops_grouped": Kind(_operation, _call_operation, late=("weight",)),
-}
+KINDS = kinds(SIZE, SPLITS)
 
 
 def make(kind: str, device, *, delay, dtype=torch.bfloat16, fuse=False, seed=7, **extra):
