@@ -239,7 +239,7 @@ class _References:
         workspace, workspace_size, accumulate, use_split_accumulator, comm_overlap=None,
         comm_type=None, extra_output=None, bulk_overlap=False, alpha=1.0, beta=None,
     ):  # fmt: skip
-        """``D = alpha * op(B) @ op(A) (+ beta * D)`` with bias, GELU, and their backward."""
+        """``D = alpha * op(B) @ op(A) (+ beta * D)`` with bias, GELU, or the backward of one."""
         del bias_type, workspace, workspace_size, use_split_accumulator, comm_type, bulk_overlap
         _no_quantizer("generic_gemm", a, b, out, quantizer, comm_overlap)
         acc = _product(a, transa, b, transb) * alpha
@@ -250,9 +250,7 @@ class _References:
         if gelu and grad:
             acc = _backward(_gelu, acc, gelu_in.reshape(acc.shape).float())
         if bias is not None and bias.numel() and grad:
-            # Of the weight gradient it is dY's column sum, of a GELU backward the result's.
-            rows = acc if gelu else b.reshape(-1, b.shape[-1]).float()
-            bias_grad = rows.sum(dim=0).to(bias.dtype)
+            bias_grad = b.reshape(-1, b.shape[-1]).float().sum(dim=0).to(bias.dtype)
         dtype = self._dtype(out_dtype, a.dtype) if out is None else out.dtype
         if gelu and not grad:
             gelu_in = acc.to(dtype).view(shape)
@@ -366,23 +364,11 @@ class _References:
 
     def rmsnorm_bwd(self, dz, x, rsigma, weight, sm_margin, zero_centered):
         """``(dx, dgamma)``."""
-        return self._rmsnorm_bwd(dz, x, None, rsigma, weight, zero_centered)
-
-    def rmsnorm_bwd_add(self, dz, x, add, rsigma, weight, sm_margin, zero_centered):
-        """``(dx + add, dgamma)``, rounded once."""
-        return self._rmsnorm_bwd(dz, x, add, rsigma, weight, zero_centered)
-
-    def _rmsnorm_bwd(self, dz, x, add, rsigma, weight, zero_centered):
+        del sm_margin
         normed = x.float() * rsigma.view(-1, 1)
         scaled = dz.float() * _gamma(weight, zero_centered)
         dx = (scaled - normed * (scaled * normed).mean(-1, True)) * rsigma.view(-1, 1)
-        dx = dx if add is None else dx + add.float().view_as(dx)
         return [dx.to(x.dtype), (dz.float() * normed).sum(0).to(weight.dtype)]
-
-    def bgrad_quantize(self, grad, quantizer):
-        """``(bias gradient, gradient)`` without a quantizer."""
-        _no_quantizer("bgrad_quantize", quantizer)
-        return [grad.reshape(-1, grad.shape[-1]).float().sum(0).to(grad.dtype), grad]
 
 
 def _gamma(weight, zero_centered: bool) -> torch.Tensor:
@@ -412,12 +398,6 @@ def _clamped_swiglu(x, limit=7.0, alpha=1.702, glu_linear_offset=1.0):
     return left * torch.sigmoid(alpha * left) * (right + glu_linear_offset)
 
 
-def _situglu(x, beta1=4.0, beta2=25.0):
-    left, right = x.chunk(2, dim=-1)
-    gate = beta1 * torch.tanh(left / beta1) * torch.sigmoid(left)
-    return gate * beta2 * torch.tanh(right / beta2)
-
-
 _PLAIN = {
     "gelu": _gelu,
     "qgelu": lambda x: x * torch.sigmoid(1.702 * x),
@@ -428,9 +408,9 @@ _PLAIN = {
 _GATED = {
     "glu": _gated(torch.sigmoid), "geglu": _gated(_gelu), "qgeglu": _gated(_PLAIN["qgelu"]),
     "reglu": _gated(torch.relu), "sreglu": _gated(_PLAIN["srelu"]), "swiglu": _gated(F.silu),
-    "clamped_swiglu": _clamped_swiglu, "situglu": _situglu,
+    "clamped_swiglu": _clamped_swiglu,
 }  # fmt: skip
-_SCALED = ("srelu", "swiglu", "clamped_swiglu", "situglu")
+_SCALED = ("srelu", "swiglu", "clamped_swiglu")
 
 
 def _backward(function: Callable, grad: torch.Tensor, x: torch.Tensor, *params, **named):
@@ -467,14 +447,7 @@ def _activations() -> dict:
             _no_quantizer(back, grad, quantizer)
             return _backward(function, grad.float(), x.float(), *params, **named).to(grad.dtype)
 
-        def with_bias(grad, x, quantizer):
-            _no_quantizer(f"dbias_{back}", grad, quantizer)
-            wide = _backward(function, grad.float(), x.float())
-            return [wide.reshape(-1, wide.shape[-1]).sum(0).to(grad.dtype), wide.to(grad.dtype)]
-
         table[name], table[back] = forward, backward
-        if name in _PLAIN:
-            table[f"dbias_{back}"] = with_bias
 
     def add_scaled(name: str, function: Callable) -> None:
         back = "_d".join(name.rsplit("_", 1))

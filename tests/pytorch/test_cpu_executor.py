@@ -10,9 +10,9 @@ import conftest
 import cpu_executor
 import pytest
 import torch
+import transformer_engine_torch as tex
 
 import transformer_engine.pytorch as te
-import transformer_engine_torch as tex
 from transformer_engine.pytorch import ops
 
 pytestmark = pytest.mark.skipif(
@@ -61,6 +61,16 @@ ACTIVATIONS = {
     "swiglu": halves(sigmoid_times),
     "clamped_swiglu": clamped_swiglu,
 }
+# What stands between two grouped linears: the operation, and the activation that it scales.
+MIDDLE = {
+    "swiglu": (ops.ScaledSwiGLU(), ACTIVATIONS["swiglu"]),
+    "interleaved": (
+        ops.ScaledSwiGLU(glu_interleave_size=8),
+        lambda x: halves(sigmoid_times)(x.view(ROWS, -1, 2, 8).transpose(1, 2).reshape(ROWS, -1)),
+    ),
+    "clamped": (ops.ScaledClampedQGeGLU(limit=0.5), clamped_swiglu),
+    "srelu": (ops.ScaledSReLU(), ACTIVATIONS["srelu"]),
+}
 
 
 def norm(x, p, normalization="LayerNorm", zero_centered_gamma=False, **_):
@@ -96,9 +106,8 @@ def reference(kind, p, x, scales, options):
         return [grouped(x, p, scales if options.get("scale_bias") else ones)]
     if kind == "ops.Sequential":
         first, last = ({n[2:]: v for n, v in p.items() if n[0] == i} for i in "02")
-        return [
-            grouped(halves(sigmoid_times)(grouped(x, first, ones)) * scales[:, None], last, ones)
-        ]
+        middle = MIDDLE[options.get("middle", "swiglu")][1]
+        return [grouped(middle(grouped(x, first, ones)) * scales[:, None], last, ones)]
     normed = norm(x, p, **options)
     act = ACTIVATIONS[options.get("activation", "gelu")]
     mlp = kind == "LayerNormMLP"
@@ -165,6 +174,9 @@ CASES = {
     "ops-mlp-bf16": ("ops.Sequential", BF16, {}),
     "ops-mlp-fp16-native-delay": ("ops.Sequential", FP16, OPS_NATIVE | DELAY),
     "ops-mlp-fp32-no-bias": ("ops.Sequential", FP32, NO_BIAS),
+    "ops-mlp-fp32-interleaved": ("ops.Sequential", FP32, {"middle": "interleaved"}),
+    "ops-mlp-fp32-clamped": ("ops.Sequential", FP32, {"middle": "clamped"}),
+    "ops-mlp-fp32-srelu": ("ops.Sequential", FP32, {"middle": "srelu"}),
 } | {
     f"activation-{name}": ("LayerNormMLP", FP32, {
         "activation": name,
@@ -176,12 +188,15 @@ CASES = {
 
 def build(kind, dtype, options):
     """The module, with seeded random parameters; it asks for a GPU and gets the CPU."""
-    own = {k: v for k, v in options.items() if k not in ("native", "list")} | {"device": "cuda"}
+    own = {k: v for k, v in options.items() if k not in ("native", "list", "middle")}
+    own |= {"device": "cuda"}
     groups = len(SPLITS)
     if kind == "ops.Sequential":
-        first = ops.GroupedLinear(groups, IN, 2 * FFN, dtype=dtype, **own)
+        middle = options.get("middle", "swiglu")
+        width = FFN if middle == "srelu" else 2 * FFN
+        first = ops.GroupedLinear(groups, IN, width, dtype=dtype, **own)
         last = ops.GroupedLinear(groups, FFN, OUT, dtype=dtype, **own)
-        module = ops.Sequential(first, ops.ScaledSwiGLU(), last)
+        module = ops.Sequential(first, MIDDLE[middle][0], last)
     elif kind == "ops.GroupedLinear":
         module = ops.GroupedLinear(groups, IN, OUT, dtype=dtype, **own)
     else:
@@ -232,6 +247,8 @@ def test_forward_and_backward(case, monkeypatch):
     if options.get("native"):
         monkeypatch.setattr(tex, "get_cublasLt_version", lambda: 130600)
         monkeypatch.setenv("NVTE_GROUPED_LINEAR_SINGLE_PARAM", "1")
+    if "activation" in options:  # TE's own fusion of bias and GELU calls no entry point
+        monkeypatch.setenv("NVTE_BIAS_GELU_NVFUSION", "0")
     module = build(kind, dtype, options)
     params = dict(module.named_parameters())
     fused = options.get("fuse_wgrad_accumulation") or options.get("accumulate_into_main_grad")
