@@ -63,6 +63,10 @@ class PendingWgrads:
         """The oldest, left in place."""
         return self._items[0]
 
+    def newest(self):
+        """The newest, left in place."""
+        return self._items[-1]
+
     def truncate(self, length: int) -> None:
         """Drop the newest until ``length`` are left."""
         while len(self._items) > length:
@@ -262,10 +266,14 @@ class Contribution:
     ready : sequence of (torch.Tensor, torch.Tensor)
         Parameters and gradients that the main half made although their edge
         was taken away.
+    share : DdpShare, optional
+        Under DistributedDataParallel: who delivers a tied parameter.
     """
 
-    def __init__(self, pieces: Sequence[Piece], ready: Sequence[tuple] = ()) -> None:
-        self.pieces, self.ready = list(pieces), list(ready)
+    def __init__(
+        self, pieces: Sequence[Piece], ready: Sequence[tuple] = (), share: DdpShare | None = None
+    ) -> None:
+        self.pieces, self.ready, self.share = list(pieces), list(ready), share
         self.stream = torch.cuda.current_stream()
         self.fused_groups: list[Group] = []
 
@@ -293,7 +301,7 @@ class Contribution:
         pairs += self.ready
         self.fused_groups = [group for group, *_ in done if group.fused]
         self.pieces, self.ready = [], []
-        return pairs
+        return pairs if self.share is None else self.share.settle(pairs)
 
     def _keep_memory(self) -> None:
         """The operands' memory is not reused before this stream has read it."""
@@ -384,6 +392,54 @@ class CapturedWgrads:
             self.module._trigger_wgrad_accumulation_and_reduce_hooks()
 
 
+class DdpShare:
+    """Parameters of one pass under DistributedDataParallel, which takes each once an iteration.
+
+    The regular path sums what several modules contribute to a tied parameter
+    before DDP hears of it. Here the parameter keeps a count of the passes that
+    still owe a contribution, and the sum so far; the last one delivers the sum.
+
+    Parameters
+    ----------
+    params : sequence of torch.Tensor
+        The delayed parameters of the pass.
+    """
+
+    def __init__(self, params: Sequence[torch.Tensor]) -> None:
+        self.owing = [p for p in params if p.requires_grad]
+        for param in self.owing:
+            entry = param.__dict__.setdefault("_delayed_wgrad_share", [0, None])
+            entry[0] += 1
+
+    def settle(self, pairs: list) -> list:
+        """Keep back what is not the last contribution; deliver the sum with the last."""
+        owing, self.owing = self.owing, []
+        mine = {id(param) for param in owing}
+        settled = [(t, g) for t, g in pairs if id(t) not in mine]
+        for param, grad in pairs:
+            if id(param) in mine and grad is not None:
+                entry = param.__dict__["_delayed_wgrad_share"]
+                entry[1] = grad if entry[1] is None else entry[1] + grad.to(entry[1].dtype)
+        pairs.clear()
+        for param in owing:
+            entry = param.__dict__["_delayed_wgrad_share"]
+            entry[0] -= 1
+            if entry[0] == 0:
+                del param._delayed_wgrad_share
+                settled.append((param, entry.pop()))
+        return settled
+
+    def release(self) -> None:
+        """A forward whose backward never came owes nothing."""
+        for param in self.owing:
+            entry = param.__dict__.get("_delayed_wgrad_share")
+            if entry is not None:
+                entry[0] -= 1
+        self.owing = []
+
+    __del__ = release
+
+
 # --- the main half ----------------------------------------------------------
 
 
@@ -423,6 +479,10 @@ class MainHalf:
         self.held: dict[int, torch.Tensor] = {}
         self.pieces: list[Piece] = []
         self.ready: list[tuple] = []
+        ddp = torch.nn.parallel.DistributedDataParallel._active_ddp_module
+        held = [t for group in groups.values() for t in group.held()]
+        syncs = ddp is not None and ddp.require_backward_grad_sync
+        self.share = DdpShare(held) if syncs else None
 
     # The two names that the backward code of the modules calls.
 
@@ -460,7 +520,8 @@ class MainHalf:
         try:
             yield
             if self.pieces or self.ready:
-                self.store.put(Contribution(self.pieces, self.ready))
+                self.store.put(Contribution(self.pieces, self.ready, self.share))
+                self.share = None
         finally:
             self.pieces, self.ready = [], []
 
@@ -482,6 +543,9 @@ class OperationsMainHalf(MainHalf):
         groups = {str(i): op.delayed_group(None) for i, op in enumerate(operations)}
         super().__init__(PendingWgrads(), groups)
         self.stores = [op.wgrad_store.context for op in operations]
+        if self.share is not None:
+            self.share.release()
+            self.share = [DdpShare(group.held()) for group in groups.values()]
 
     @contextlib.contextmanager
     def collecting(self) -> Iterator[None]:
@@ -493,6 +557,10 @@ class OperationsMainHalf(MainHalf):
             for store, length in zip(self.stores, lengths):
                 store.truncate(length)
             raise
+        for store, length, share in zip(self.stores, lengths, self.share or ()):
+            if len(store) > length:
+                store.newest().share = share
+        self.share = None
 
 
 def apply_operations(function: type, operations: Sequence, *args):
