@@ -269,8 +269,7 @@ class _References:
         if any(t is not None and t.numel() for t in pre_gelu_out):
             raise NotImplementedError("te_general_grouped_gemm with GELU: run this on a GPU.")
         if single_output:
-            rows = out[0].view(-1, out[0].shape[-1])[: sum(m_splits)]  # padding stays as it is
-            outs = torch.split(rows, list(m_splits))
+            outs = torch.split(out[0].view(-1, out[0].shape[-1]), list(m_splits))
         else:
             outs = out or [None] * len(a)
         results = []
