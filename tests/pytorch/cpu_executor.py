@@ -9,8 +9,13 @@ to the output type. Memory that torch calls uninitialised comes back filled with
 NaN, so a value that no kernel wrote is seen.
 
 What this shows: which gradient goes where, how often, and when. What it does
-not show: the CUDA kernels, streams, graphs, FP8. Entry points without a
-reference here raise NotImplementedError with their name.
+not show: the CUDA kernels, streams, graphs, FP8. Entry points and Triton kernels
+without a reference here raise NotImplementedError with their name, and so do FP8
+and CUDA graphs; streams and events find that everything has run.
+
+TE's grouped-tensor path, which single grouped parameters need, is off as with an
+older cuBLAS. A test that wants it replaces ``get_cublasLt_version`` of
+``transformer_engine_torch`` by one that answers 130600.
 """
 
 from __future__ import annotations
