@@ -304,14 +304,13 @@ class Contribution:
         return pairs if self.share is None else self.share.settle(pairs)
 
     def _keep_memory(self) -> None:
-        """The operands' memory is not reused before this stream has read it."""
+        """Memory made on another stream is not reused before this one has read it."""
         stream = torch.cuda.current_stream()
         if stream == self.stream or torch.cuda.is_current_stream_capturing():
             return
-        for piece in self.pieces:
-            for tensor in _data_tensors(piece.tensors):
-                if tensor.is_cuda:
-                    tensor.record_stream(stream)
+        for tensor in _data_tensors([[piece.tensors for piece in self.pieces], self.ready]):
+            if tensor.is_cuda:
+                tensor.record_stream(stream)
 
 
 class _DelayedHalf(torch.autograd.Function):
