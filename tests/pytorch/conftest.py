@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs the same tests on a GPU, or without one on the CPU executor."""
 
+import platform
 import sys
 from pathlib import Path
 
@@ -15,15 +16,35 @@ if not HAS_GPU:
     cpu_executor.install()
 
 
+def environment() -> dict[str, str]:
+    """What runs the tests, and what is tested."""
+    import transformer_engine
+
+    return {
+        "transformer_engine": str(transformer_engine.__version__),
+        "torch": str(torch.__version__),
+        "cuda": str(torch.version.cuda),
+        "python": platform.python_version(),
+        "device": torch.cuda.get_device_name(),
+    }
+
+
 def pytest_report_header():
     """Name what runs the tests, and which Transformer Engine is tested."""
     import transformer_engine
 
-    device = torch.cuda.get_device_name()
+    facts = environment()
     return [
-        f"device: {device}; torch {torch.__version__}, CUDA {torch.version.cuda}",
-        f"transformer_engine {transformer_engine.__version__} from {transformer_engine.__file__}",
+        f"device: {facts['device']}; torch {facts['torch']}, CUDA {facts['cuda']}",
+        f"transformer_engine {facts['transformer_engine']} from {transformer_engine.__file__}",
     ]
+
+
+@pytest.fixture(autouse=True, scope="session")
+def facts_in_junit(record_testsuite_property):
+    """JUnit XML says what it was run on."""
+    for name, value in environment().items():
+        record_testsuite_property(name, value)
 
 
 @pytest.fixture

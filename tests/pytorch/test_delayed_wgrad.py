@@ -11,7 +11,6 @@ import weakref
 
 import pytest
 import torch
-
 from delayed_kinds import (
     DTYPES,
     KINDS,
@@ -128,7 +127,7 @@ def test_a1_other_users_of_the_weight(kind, device):
         tie(kind, first, second)
         x, y, z = inputs(device, 3)
         name = weight_names(kind, first)[0]
-        loss_of(torch.nn.functional.linear(z[:, : SIZE], getattr(first, name))).backward()
+        loss_of(torch.nn.functional.linear(z[:, :SIZE], getattr(first, name))).backward()
         backward(kind, second, y)
         backward(kind, first, x)
         if delay:

@@ -5,10 +5,6 @@ import gc
 
 import pytest
 import torch
-
-import transformer_engine.pytorch as te
-from transformer_engine.common import recipe as recipes
-
 from conftest import HAS_GPU
 from delayed_kinds import (
     assert_same,
@@ -20,6 +16,9 @@ from delayed_kinds import (
     main_grads,
     weight_names,
 )
+from transformer_engine.common import recipe as recipes
+
+import transformer_engine.pytorch as te
 
 pytestmark = pytest.mark.skipif(not HAS_GPU, reason="needs a GPU")
 SIZE, SPLITS = 256, [128, 0, 256, 128]
@@ -31,9 +30,7 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 def make(kind, *, delay, fuse=False, size=None, **extra):
     """A bf16 module on the GPU with seeded parameters."""
     table = KINDS if size is None else kinds(size, SPLITS)
-    module = table[kind].build(
-        delay=delay, fuse=fuse, dtype=torch.bfloat16, device="cuda", **extra
-    )
+    module = table[kind].build(delay=delay, fuse=fuse, dtype=torch.bfloat16, device="cuda", **extra)
     fill(module)
     return module
 
@@ -105,13 +102,13 @@ UNSUPPORTED = {
 def test_a9_recipes(kind, recipe, primary, fuse):
     """Each FP8 recipe of Hopper, delivered outside autocast and after another recipe ran."""
     chosen = RECIPES[recipe]()
-    other = recipes.Float8CurrentScaling() if recipe != "current-scaling" else recipes.DelayedScaling()
+    other = (
+        recipes.Float8CurrentScaling() if recipe != "current-scaling" else recipes.DelayedScaling()
+    )
 
     def scenario(delay):
         with te.quantized_model_init(enabled=primary, recipe=chosen):
-            module = KINDS[kind].build(
-                delay=delay, fuse=fuse, dtype=torch.bfloat16, device="cuda"
-            )
+            module = KINDS[kind].build(delay=delay, fuse=fuse, dtype=torch.bfloat16, device="cuda")
         fill(module)
         if fuse:
             give_main_grads(kind, module, 1.0)

@@ -3,7 +3,6 @@
 
 import pytest
 import torch
-
 from delayed_kinds import DTYPES, backward, inputs, make
 
 CASES = {

@@ -528,9 +528,7 @@ class MainHalf:
         """Blank the held arguments' gradients; keep the biases' that were made already."""
         biases = {id(b) for g in self.groups.values() for b in g.biases}
         self.ready = [
-            (t, grads[i])
-            for i, t in self.held.items()
-            if id(t) in biases and grads[i] is not None
+            (t, grads[i]) for i, t in self.held.items() if id(t) in biases and grads[i] is not None
         ]
         return [None if i in self.held else g for i, g in enumerate(grads)]
 

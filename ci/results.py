@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keep what a test run showed, and make the documents' tables from it.
+
+    python ci/results.py record --xml build/xml --out results/2026-11-30-h200-tests.json
+    python ci/results.py tables            # writes the tables into the documents
+    python ci/results.py tables --check    # fails when they are not up to date
+
+A results file holds the versions, the device, the commit, the command and the
+outcome of every test. The tables stand between two marker comments in the
+documents, so that nobody types a result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ET
+from collections import Counter, defaultdict
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "results"
+KINDS = ["linear", "layernorm_linear", "layernorm_mlp", "grouped", "ops_grouped"]
+ROWS = {
+    "a1": "never dropped, never doubled, in order",
+    "a2": "nothing changes before backward_dw",
+    "a3": "through autograd: hooks, in place, no copy, DDP",
+    "a4": "split parameters",
+    "a5": "biases and norms, once",
+    "a6": "frozen parameters",
+    "a7": "nothing pending",
+    "a8": "a GEMM that raises",
+    "a9": "what a contribution needs is kept with it",
+    "a10": "main_grad",
+    "a11": "module hooks and marks",
+    "a12": "freed, copied, pickled",
+    "a13": "CUDA graphs",
+    "a14": "refused before anything changes",
+}
+
+
+def write(path: Path, text: str) -> None:
+    """Replace a file in one step."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    with os.fdopen(handle, "w", encoding="utf-8") as file:
+        file.write(text)
+    os.chmod(name, 0o644)
+    os.replace(name, path)
+
+
+def commit() -> str:
+    """The checkout's commit; +edits when tracked files differ."""
+    done = subprocess.run(
+        ["git", "describe", "--always", "--abbrev=12", "--dirty=+edits", "--exclude=*"],
+        cwd=ROOT, text=True, capture_output=True, check=False,
+    )  # fmt: skip
+    return done.stdout.strip() or "unknown"
+
+
+def read_junit(folder: Path) -> tuple[dict, dict]:
+    """Properties and outcomes of every JUnit file in a folder.
+
+    Returns
+    -------
+    dict, dict
+        Facts about the run; outcome by ``file::test``: "passed", "failed" or
+        "skipped: reason".
+    """
+    facts, tests = {}, {}
+    files = sorted(folder.glob("*.xml"))
+    if not files:
+        raise SystemExit(f"error: no JUnit XML in {folder}\n  next: run ci/pytorch.sh first")
+    for path in files:
+        for suite in ET.parse(path).getroot().iter("testsuite"):
+            for entry in suite.iterfind("properties/property"):
+                facts[entry.get("name")] = entry.get("value")
+            for case in suite.iterfind("testcase"):
+                name = f"{case.get('classname', '').split('.')[-1]}.py::{case.get('name')}"
+                if case.find("failure") is not None or case.find("error") is not None:
+                    tests[name] = "failed"
+                elif (skip := case.find("skipped")) is not None:
+                    tests[name] = f"skipped: {skip.get('message', '')}"
+                else:
+                    tests[name] = "passed"
+    return facts, tests
+
+
+def record(options: argparse.Namespace) -> None:
+    """Write a results file from JUnit XML."""
+    facts, tests = read_junit(options.xml)
+    report = {
+        "schema": 1,
+        "kind": "tests",
+        "what": options.what,
+        "date": options.date or datetime.date.today().isoformat(),
+        "commit": options.commit or commit(),
+        "command": options.command,
+        "versions": dict(sorted(facts.items())),
+        "tests": dict(sorted(tests.items())),
+    }
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    write(options.out, json.dumps(report, indent=0) + "\n")
+    counts = Counter(outcome.split(":")[0] for outcome in tests.values())
+    print(f"{options.out}: " + ", ".join(f"{n} {what}" for what, n in sorted(counts.items())))
+
+
+def latest(what: str) -> dict | None:
+    """The newest results file about ``what``."""
+    found = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]
+    found = [report for report in found if report.get("what") == what]
+    return max(found, key=lambda report: report["date"]) if found else None
+
+
+def kind_of(name: str) -> str:
+    """The module kind that a test id names, or "other"."""
+    inside = re.search(r"\[(.*)\]$", name)
+    parts = inside[1].split("-") if inside else []
+    return next((kind for kind in KINDS if kind in parts), "other")
+
+
+def cell(tests: dict) -> str:
+    """``passed/run`` of some outcomes; skipped ones are not run."""
+    run = [outcome for outcome in tests.values() if not outcome.startswith("skipped")]
+    return f"{run.count('passed')}/{len(run)}" if run else ""
+
+
+def contract_table() -> str:
+    """Row x kind: how many tests pass on stock, on the fork's CPU run and its GPU run."""
+    runs = {what: latest(what) for what in ("stock-cpu", "fork-cpu", "fork-gpu")}
+    lines = []
+    for what, report in runs.items():
+        if report is not None:
+            v = report["versions"]
+            lines.append(
+                f"- {what}: TE {v['transformer_engine']}, torch {v['torch']}, CUDA {v['cuda']}, "
+                f"Python {v['python']}, {v['device']}; {report['date']}, commit "
+                f"`{report['commit']}`, `{report['command']}`"
+            )
+    head = " | ".join(f"`{kind}`" for kind in [*KINDS, "other"])
+    lines += ["", f"| row | | {head} |", "|---|---|" + "---|" * (len(KINDS) + 1)]
+    ids = defaultdict(list)
+    for row, title in ROWS.items():
+        by_kind = defaultdict(lambda: defaultdict(dict))
+        for what, report in runs.items():
+            for name, outcome in (report or {"tests": {}})["tests"].items():
+                if re.search(rf"::test_{row}_", name):
+                    by_kind[kind_of(name)][what][name] = outcome
+                    if name.split("[")[0] not in ids[row]:
+                        ids[row].append(name.split("[")[0])
+        cells = []
+        for kind in [*KINDS, "other"]:
+            parts = [cell(by_kind[kind][what]) for what in runs]
+            cells.append(" · ".join(part or "–" for part in parts) if any(parts) else "")
+        lines.append(f"| {row.upper()} | {title} | " + " | ".join(cells) + " |")
+    lines += ["", "Each cell: passed/run on stock (CPU) · fork (CPU) · fork (GPU).", ""]
+    for row in ROWS:
+        links = ", ".join(
+            f"[{name.split('::')[1]}](../tests/pytorch/{name.split('::')[0]})" for name in ids[row]
+        )
+        lines.append(f"- {row.upper()}: {links}")
+    return "\n".join(lines)
+
+
+def benchmark_table() -> str:
+    """Delayed against regular, from the newest benchmark file."""
+    report = latest("benchmark-delayed_wgrad")
+    if report is None:
+        return "Not measured yet."
+    env = report["environment"]
+    lines = [
+        f"{env['gpu']}, driver {env['driver']}, CUDA {env['cuda']}, torch {env['torch']}, "
+        f"TE {env['transformer_engine']}, {env['date']}, commit `{env['commit']}`: "
+        f"`{env['command']}`, median of {env['rounds']} steps.",
+        "",
+        "| module | | device ms, regular | delayed | ratio | regular again | host ms, regular |"
+        " delayed | ratio | peak over regular, MiB | queue, MiB | stock's ratio |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    stock = {(r["name"], r["fused"]): r for r in report.get("stock", {}).get("rows", [])}
+    for row in report["rows"]:
+        other = stock.get((row["name"], row["fused"]))
+        beside = "not run"
+        if other is not None:
+            ratio = other["delayed_device_ms"] / other["regular_device_ms"]
+            beside = f"{ratio:.3f}" if other["bit_equal"] else "wrong result"
+        over = (row["delayed_peak_bytes"] - row["regular_peak_bytes"]) / 2**20
+        regular = row["regular_device_ms"]
+        lines.append(
+            f"| {row['name']} | {'fused' if row['fused'] else ''} | {regular:.3f} "
+            f"| {row['delayed_device_ms']:.3f} | {row['delayed_device_ms'] / regular:.3f} "
+            f"| {row['again_device_ms'] / regular:.3f} | {row['regular_host_ms']:.3f} "
+            f"| {row['delayed_host_ms']:.3f} "
+            f"| {row['delayed_host_ms'] / row['regular_host_ms']:.2f} | {over:.1f} "
+            f"| {row['queued_bytes'] / 2**20:.1f} | {beside} |"
+        )
+    return "\n".join(lines)
+
+
+TABLES = {"contract-a": contract_table, "benchmark-delayed_wgrad": benchmark_table}
+
+
+def tables(options: argparse.Namespace) -> None:
+    """Write the tables between their markers, or check them."""
+    stale = []
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+        old = text = path.read_text()
+        for name, make in TABLES.items():
+            begin, end = f"<!-- table: {name} -->", f"<!-- end: {name} -->"
+            if begin in text and end in text:
+                before, rest = text.split(begin, 1)
+                text = f"{before}{begin}\n{make()}\n{end}{rest.split(end, 1)[1]}"
+        if text != old:
+            stale.append(str(path.relative_to(ROOT)))
+            if not options.check:
+                write(path, text)
+    if stale and options.check:
+        raise SystemExit(
+            f"error: tables are not those of results/: {', '.join(stale)}\n"
+            "  next: python ci/results.py tables, and commit"
+        )
+    print("tables are up to date" if not stale else "written: " + ", ".join(stale))
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    verbs = parser.add_subparsers(required=True, metavar="VERB")
+    one = verbs.add_parser("record", help="JUnit XML to a results file")
+    one.add_argument("--xml", type=Path, required=True, help="folder with the JUnit files")
+    one.add_argument("--out", type=Path, required=True, help="results file to write")
+    one.add_argument("--what", required=True, help="e.g. stock-cpu, fork-cpu, fork-gpu")
+    one.add_argument("--command", default="ci/pytorch.sh", help="what was run")
+    one.add_argument("--commit", help="default: this checkout's")
+    one.add_argument("--date", help="default: today")
+    one.set_defaults(call=record)
+    two = verbs.add_parser("tables", help="write the tables into the documents")
+    two.add_argument("--check", action="store_true", help="change nothing; fail on a difference")
+    two.set_defaults(call=tables)
+    options = parser.parse_args()
+    options.call(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
