@@ -301,3 +301,32 @@ def test_a13_graphed_callable(kind, fuse):
             getattr(inner, name).main_grad.zero_()
 
     assert_same(scenario(True), scenario(False), missing=True)
+
+
+# --- A14: torch.compile -----------------------------------------------------
+
+
+@every_kind
+def test_a14_torch_compile(kind):
+    """A module that leaves the traced region is right; one that is traced is refused."""
+
+    def scenario(delay):
+        module = make(kind, delay=delay)
+
+        def function(x):
+            return KINDS[kind].call(module, x) * 0.5
+
+        (x,) = batches(1)
+        torch._dynamo.reset()
+        loss_of((torch.compile(function) if delay else function)(x)).backward()
+        if delay:
+            assert module.pending_backward_dw == 1
+            module.backward_dw()
+        return grads(module)
+
+    try:
+        got = scenario(True)
+    except Exception as error:  # Dynamo wraps what it meets while tracing.
+        assert "delay_wgrad_compute=True does not work with torch.compile" in str(error)
+        return
+    assert_same(got, scenario(False))
