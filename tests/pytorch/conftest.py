@@ -3,6 +3,7 @@
 
 import platform
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -20,8 +21,11 @@ def environment() -> dict[str, str]:
     """What runs the tests, and what is tested."""
     import transformer_engine
 
+    # The version that stands beside the imported files, not another one on sys.path.
+    home = Path(transformer_engine.__file__).parent.parent
+    found = metadata.distributions(name="transformer_engine", path=[str(home)])
     return {
-        "transformer_engine": str(transformer_engine.__version__),
+        "transformer_engine": next((d.version for d in found), "unknown"),
         "torch": str(torch.__version__),
         "cuda": str(torch.version.cuda),
         "python": platform.python_version(),
@@ -34,9 +38,10 @@ def pytest_report_header():
     import transformer_engine
 
     facts = environment()
+    where = Path(transformer_engine.__file__).parent
     return [
         f"device: {facts['device']}; torch {facts['torch']}, CUDA {facts['cuda']}",
-        f"transformer_engine {facts['transformer_engine']} from {transformer_engine.__file__}",
+        f"transformer_engine {facts['transformer_engine']} from {where}",
     ]
 
 

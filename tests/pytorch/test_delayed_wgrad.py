@@ -859,3 +859,17 @@ def test_a14_distributed_weight(kind, device, monkeypatch):
     with pytest.raises(RuntimeError, match="distributed weights.*delay_wgrad_compute=False"):
         run(kind, module, inputs(device)[0])
     assert module.pending_backward_dw == 0
+
+
+@pytest.mark.parametrize("kind", ["linear", "layernorm_linear", "layernorm_mlp", "grouped"])
+def test_a14_debug_mode(kind, device, monkeypatch):
+    """Debug features look at the weight gradient in the main backward."""
+    from transformer_engine.debug.pytorch.debug_state import TEDebugState
+
+    module = make(kind, device, delay=True)
+    monkeypatch.setattr(TEDebugState, "debug_enabled", True)
+    monkeypatch.setattr(TEDebugState, "get_iteration", lambda: 1)
+    module.next_iter_when_debug_should_be_run = 0
+    with pytest.raises(RuntimeError, match="debug mode.*Set delay_wgrad_compute=False"):
+        run(kind, module, inputs(device)[0])
+    assert module.pending_backward_dw == 0

@@ -576,6 +576,13 @@ _USERBUFFERS = (
 )  # fmt: skip
 
 
+DEBUG_REFUSED = (
+    "delay_wgrad_compute=True does not work with debug mode (nvdlfw_inspect): its features look at "
+    "the weight gradient in the main backward. Set delay_wgrad_compute=False for this module, or "
+    "leave debug mode off."
+)
+
+
 def _refuse(what: str, why: str, instead: str) -> None:
     raise RuntimeError(f"delay_wgrad_compute=True does not work with {what}: {why}. {instead}")
 
