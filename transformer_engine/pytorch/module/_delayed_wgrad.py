@@ -588,6 +588,14 @@ class OperationsMainHalf(MainHalf):
 
 def apply_operations(function: type, operations: Sequence, *args):
     """``function.apply(*args)`` of an operation fuser, its delayed weights held back."""
+    if any(isinstance(op, DelayedWgradMixin) and op.need_backward_dw() for op in operations):
+        return _apply_delayed_operations(function, operations, *args)
+    return function.apply(*args)
+
+
+@torch.compiler.disable
+def _apply_delayed_operations(function: type, operations: Sequence, *args):
+    # Outside of what torch.compile traces, as modules are: it would split the halves itself.
     delayed = [op for op in operations if isinstance(op, DelayedWgradMixin) and op.delays_weights()]
     if not delayed:
         return function.apply(*args)
