@@ -118,42 +118,43 @@ def disk_full_explained(where: Path) -> Iterator[None]:
         raise
 
 
-def temporary_folder(target: Path) -> Path:
-    """A new folder beside ``target``; those that a killed run left a day ago are deleted."""
-    prefix = f".te-wgrad.{target.name}."
-    target.parent.mkdir(parents=True, exist_ok=True)
-    for old in target.parent.iterdir():
-        if old.name.startswith(prefix) and time.time() - old.lstat().st_mtime > DAY:
-            shutil.rmtree(old, ignore_errors=True)
-    return Path(tempfile.mkdtemp(dir=target.parent, prefix=prefix))
-
-
 @contextlib.contextmanager
-def atomic_file(target: Path) -> Iterator[Path]:
-    """Yield a temporary path that replaces ``target`` when the block succeeds."""
+def scratch_folder(target: Path) -> Iterator[Path]:
+    """Yield a new folder beside ``target`` for half-done work; it is deleted at the end.
+
+    Those that a killed run left a day ago are deleted too.
+    """
+    prefix = f".te-wgrad.{target.name}."
     with disk_full_explained(target):
-        folder = temporary_folder(target)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        for old in target.parent.iterdir():
+            if old.name.startswith(prefix) and time.time() - old.lstat().st_mtime > DAY:
+                shutil.rmtree(old, ignore_errors=True)
+        folder = Path(tempfile.mkdtemp(dir=target.parent, prefix=prefix))
         try:
-            temporary = folder / target.name
-            temporary.touch()
-            yield temporary
-            temporary.chmod(0o644)
-            os.replace(temporary, target)
+            yield folder
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager
+def atomic_file(target: Path) -> Iterator[Path]:
+    """Yield a temporary path that replaces ``target`` when the block succeeds."""
+    with scratch_folder(target) as folder:
+        temporary = folder / target.name
+        temporary.touch()
+        yield temporary
+        temporary.chmod(0o644)
+        os.replace(temporary, target)
+
+
+@contextlib.contextmanager
 def atomic_folder(target: Path) -> Iterator[Path]:
     """Yield a new empty folder that replaces ``target`` when the block succeeds."""
-    with disk_full_explained(target):
-        temporary = temporary_folder(target)
-        try:
-            yield temporary
-            temporary.chmod(0o755)
-            swap_folder(temporary, target)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+    with scratch_folder(target) as temporary:
+        yield temporary
+        temporary.chmod(0o755)
+        swap_folder(temporary, target)
 
 
 def swap_folder(new: Path, target: Path) -> None:
