@@ -219,11 +219,11 @@ def compile_extension(tree: Path, build: Path, facts: dict[str, str]) -> None:
         run_ninja(build)
 
 
-def git_commit(repo: Path = REPO) -> str | None:
+def git_commit() -> str | None:
     """The checkout's commit, with +edits when files differ; None outside git."""
     done = subprocess.run(
         ["git", "describe", "--always", "--abbrev=12", "--dirty=+edits", "--exclude=*"],
-        cwd=repo, text=True, capture_output=True,
+        cwd=REPO, text=True, capture_output=True,
     )  # fmt: skip
     return done.stdout.strip() or None if done.returncode == 0 else None
 
@@ -293,19 +293,19 @@ def stage_stock(target: Path) -> None:
     stage(target, tree=pristine, archs=None, ext=ext, flavour="stock")
 
 
-def wheel_key(tree: Path, repo: Path = REPO) -> str:
+def wheel_key(tree: Path) -> str:
     """Hash over everything the wheel's content depends on."""
-    own = [*(repo / "build_tools").glob("*.py"), *(repo / name for name in WHEEL_FILES)]
+    own = [*(REPO / "build_tools").glob("*.py"), *(REPO / name for name in WHEEL_FILES)]
     archs = parse_archs(os.environ.get("NVTE_CUDA_ARCHS", ""))
     facts = {
         "archs": sorted(archs) if archs else "all",  # `native` differs between machines
-        "commit": git_commit(repo),
+        "commit": git_commit(),
         "lock": load_lock(),
         "strip": bool(shutil.which("strip")),
         **{name: version_of(name) for name in ("setuptools", "wheel")},
     }
     return hash_files(
-        python_files(tree), tree, hash_files(own, repo), extension_key(tree, compile_facts()),
+        python_files(tree), tree, hash_files(own, REPO), extension_key(tree, compile_facts()),
         json.dumps(facts, sort_keys=True),
     )  # fmt: skip
 
