@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import fakes
 
@@ -131,9 +131,8 @@ def template(upstream, tmp_path_factory):
     return root
 
 
-@pytest.fixture
-def work(template, tmp_path):
-    """A copy of the template to work on: ``tree``, ``repo``, ``patches``, ``overlay``, ``apply``."""
+def copy_of(template, tmp_path):
+    """A copy of a template to work on: ``tree``, ``repo``, ``patches``, ``overlay``, ``apply``."""
     root = tmp_path / "work"
     shutil.copytree(template, root)
     places = {"patches": root / "repo/patches", "overlay": root / "repo/transformer_engine"}
@@ -145,3 +144,23 @@ def work(template, tmp_path):
         base=root / "tree" / fakes.BASE,
         apply=lambda **options: apply(root / "tree", **places, **options),
     )
+
+
+@pytest.fixture
+def work(template, tmp_path):
+    """A pristine tree beside a repository."""
+    return copy_of(template, tmp_path)
+
+
+@pytest.fixture(scope="session")
+def applied_template(template, tmp_path_factory):
+    """The template with its patches applied."""
+    work = copy_of(template, tmp_path_factory.mktemp("applied"))
+    work.apply()
+    return work.tree.parent
+
+
+@pytest.fixture
+def applied(applied_template, tmp_path):
+    """A patched tree beside a repository."""
+    return copy_of(applied_template, tmp_path)

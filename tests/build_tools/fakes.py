@@ -5,7 +5,6 @@ import contextlib
 import tarfile
 import textwrap
 import zipfile
-from pathlib import Path
 
 import pytest
 
