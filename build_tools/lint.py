@@ -129,7 +129,7 @@ def lint_patch(name: str, text: str, root: Path) -> list[str]:
     """What is wrong with one patch, a sentence each."""
     head, diff = split_patch(text)
     problems = lint_message(name, head, root) + lint_diff(name, diff, root)
-    if not re.fullmatch(r"[a-z0-9][a-z0-9-]*\.patch", Path(name).name):
+    if not re.fullmatch(r"(?!\d+-)[a-z0-9][a-z0-9-]*\.patch", Path(name).name):
         problems.append("the file name is not a lower-case slug without a number")
     if name.split("/")[0] not in FOLDERS:
         problems.append(f"not in one of {', '.join(FOLDERS)}")

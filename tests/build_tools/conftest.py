@@ -13,23 +13,23 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import fakes
 
-from build_tools import environment, fetch, gittree
+from build_tools import build, environment, fetch, gittree
 from build_tools.apply import apply
 
 SETTINGS = ("NVTE_", "TE_WGRAD_", "PIP_", "CMAKE_", "CUDA", "FAKE_")
-NAMES = ("CXX", "CXXFLAGS", "LDFLAGS", "CPATH", "CPLUS_INCLUDE_PATH", "LIBRARY_PATH", "NCCL_HOME")
 
 
 @pytest.fixture(autouse=True)
 def sandbox(tmp_path, monkeypatch):
     """A cache of its own, no settings of the caller, nothing remembered about torch."""
     for name in list(os.environ):
-        if name.startswith(SETTINGS) or name in NAMES:
+        if name.startswith(SETTINGS) or name in build.COMPILE_VARIABLES:
             monkeypatch.delenv(name)
     monkeypatch.setenv("TE_WGRAD_CACHE", str(tmp_path / "cache"))
-    environment.torch_facts.cache_clear()
+    clear = environment.torch_facts.cache_clear
+    clear()
     yield
-    environment.torch_facts.cache_clear()
+    clear()
 
 
 @pytest.fixture
