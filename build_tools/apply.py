@@ -15,7 +15,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-from .common import OVERLAY, PATCHES, TREE, ToolError, atomic_file, hash_files, say
+from .common import OVERLAY, PATCHES, TREE, ToolError, atomic_file, hash_files, say, to_text
 from .gittree import (
     OVERLAY_SUBJECT,
     PARTIAL,
@@ -127,11 +127,12 @@ def check_places(tree: Path, name: str, text: str) -> None:
     files: dict[str, list[str]] = {}
     for file, header, start, old in hunks(text):
         if file not in files:
-            there = ok(tree, "cat-file", "-e", f"HEAD:{file}")
-            files[file] = git(tree, "show", f"HEAD:{file}").split("\n") if there else []
+            # The tree is clean, so its files are HEAD's. git says it when one is missing.
+            path = tree / file
+            files[file] = to_text(path.read_bytes()).split("\n") if path.is_file() else []
         rows = files[file]
         if not rows or not old or rows[start - 1 : start - 1 + len(old)] == old:
-            continue  # git says it when the file is missing
+            continue
         moved = [i + 1 for i in range(len(rows)) if rows[i : i + len(old)] == old]
         if moved:
             where = f"its lines stand at line {', '.join(map(str, moved[:3]))} now"

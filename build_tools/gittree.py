@@ -61,14 +61,20 @@ def require_tree(tree: Path) -> None:
     """Stop when there is no tree that git can read."""
     if not (tree / ".git").is_dir():
         raise ToolError(f"No source tree in {tree}.", "run `python -m build_tools tree`.")
-    if not all(
-        ok(tree, "rev-parse", "-q", "--verify", f"{r}^{{tree}}") for r in (PRISTINE, "HEAD")
-    ):
+    if not tree_hashes(tree):
         raise ToolError(
             f"{tree / '.git'} is broken: it has no pristine commit, or no HEAD.",
             f"copy edits that you want to keep out of {tree}, then run "
             "`python -m build_tools tree --force`.",
         )
+
+
+def tree_hashes(tree: Path) -> list[str]:
+    """Hashes of the pristine tree and of HEAD's; none when git cannot read one of them."""
+    try:
+        return git(tree, "rev-parse", f"{PRISTINE}^{{tree}}", "HEAD^{tree}").split()
+    except subprocess.CalledProcessError:
+        return []
 
 
 def record_of(tree: Path) -> Path:

@@ -17,7 +17,7 @@ from pathlib import Path, PurePosixPath
 
 from .common import TREE, ToolError, atomic_folder, say, step
 from .fetch import archive, load_lock
-from .gittree import PRISTINE, dirty, git, ok
+from .gittree import PRISTINE, dirty, git, ok, tree_hashes
 
 # sdist folder -> folder in upstream's repository
 SDIST_MAP = {
@@ -116,13 +116,7 @@ def refuse_other(dest: Path) -> None:
 
 def ok_tree(dest: Path, lock: dict) -> bool:
     """Whether ``dest`` holds the pinned pristine commit (patches may lie on it)."""
-    if not (dest / ".git").is_dir():
-        return False
-    return (
-        ok(dest, "rev-parse", "-q", "--verify", f"{PRISTINE}^{{tree}}")
-        and git(dest, "rev-parse", f"{PRISTINE}^{{tree}}").strip() == lock["pristine_tree"]
-        and ok(dest, "rev-parse", "-q", "--verify", "HEAD^{tree}")
-    )
+    return (dest / ".git").is_dir() and lock["pristine_tree"] in tree_hashes(dest)[:1]
 
 
 def pristine_copy(tree: Path, dest: Path) -> None:

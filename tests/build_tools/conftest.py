@@ -97,6 +97,12 @@ def archives(upstream, tmp_path):
     return folder
 
 
+def pack(tree):
+    """Leave few files in .git: a template is copied often."""
+    gittree.git(tree, "repack", "-a", "-d", "-q")
+    shutil.rmtree(tree / ".git/logs")
+
+
 @pytest.fixture(scope="session")
 def template(upstream, tmp_path_factory):
     """A pristine tree, and a repository with two patches, a series and an overlay file."""
@@ -118,6 +124,7 @@ def template(upstream, tmp_path_factory):
         (patches / f"core/{name}.patch").write_text(text)
     (patches / "series").write_text("# Patches in order.\ncore/first.patch\ncore/second.patch\n")
     gittree.git(tree, "reset", "-q", "--hard", gittree.PRISTINE)
+    pack(tree)
     overlay = root / "repo/transformer_engine/pytorch/module/_new.py"
     overlay.parent.mkdir(parents=True)
     overlay.write_text("# SPDX-License-Identifier: Apache-2.0\nNEW = 1\n")
@@ -134,7 +141,7 @@ def template(upstream, tmp_path_factory):
 def copy_of(template, tmp_path):
     """A copy of a template to work on: ``tree``, ``repo``, ``patches``, ``overlay``, ``apply``."""
     root = tmp_path / "work"
-    shutil.copytree(template, root)
+    shutil.copytree(template, root, copy_function=shutil.copyfile)
     places = {"patches": root / "repo/patches", "overlay": root / "repo/transformer_engine"}
     return SimpleNamespace(
         tree=root / "tree",
@@ -144,6 +151,18 @@ def copy_of(template, tmp_path):
         base=root / "tree" / fakes.BASE,
         apply=lambda **options: apply(root / "tree", **places, **options),
     )
+
+
+@pytest.fixture
+def plain(applied_template, tmp_path):
+    """The files of a patched tree, without git: ``tree``, ``base``."""
+    tree = tmp_path / "tree"
+    shutil.copytree(
+        applied_template / "tree/transformer_engine",
+        tree / "transformer_engine",
+        copy_function=shutil.copyfile,
+    )
+    return SimpleNamespace(tree=tree, base=tree / fakes.BASE)
 
 
 @pytest.fixture
@@ -157,6 +176,7 @@ def applied_template(template, tmp_path_factory):
     """The template with its patches applied."""
     work = copy_of(template, tmp_path_factory.mktemp("applied"))
     work.apply()
+    pack(work.tree)
     return work.tree.parent
 
 

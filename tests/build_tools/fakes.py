@@ -101,7 +101,7 @@ def make_upstream(folder):
     # The hash that a right tree has, found with git itself.
     again = folder / "again"
     tree.unpack(folder / files["python"], folder / files["sources"], again)
-    gittree.git(again, "init", "-q")
+    gittree.git(again, "init", "-q", "--template=")
     gittree.git(again, "add", "-A", "-f")
     lock["pristine_tree"] = gittree.git(again, "write-tree").strip()
     return lock

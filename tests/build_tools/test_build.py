@@ -10,7 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from fakes import BASE, CORE, scratch, snapshot, stops, write_program
+from fakes import BASE, CORE, edit, scratch, snapshot, stops, write_program
 
 from build_tools import build, environment
 from build_tools.common import REPO, ToolError
@@ -43,17 +43,17 @@ def machine(tmp_path, monkeypatch):
 def repo(tmp_path, monkeypatch):
     """A copy of what the tools read of this repository."""
     folder = tmp_path / "checkout"
-    shutil.copytree(REPO / "build_tools", folder / "build_tools")
-    for name in (*build.WHEEL_FILES, "CMakeLists.txt"):
-        shutil.copy(REPO / name, folder)
+    (folder / "build_tools").mkdir(parents=True)
+    for name in (*build.WHEEL_FILES, "CMakeLists.txt", "build_tools/prune.py"):
+        shutil.copy(REPO / name, folder / name)
     monkeypatch.setattr(build, "REPO", folder)
     return folder
 
 
 @pytest.fixture
-def wheels(applied, machine, repo, tmp_path, monkeypatch):
+def wheels(plain, machine, repo, tmp_path, monkeypatch):
     """Ask for the wheel; ``made`` counts how often it was built."""
-    state = SimpleNamespace(made=0, out=tmp_path / "dist", work=applied)
+    state = SimpleNamespace(made=0, out=tmp_path / "dist", work=plain)
 
     def pip_wheel(folder):
         state.made += 1
@@ -63,8 +63,7 @@ def wheels(applied, machine, repo, tmp_path, monkeypatch):
         return path
 
     def ask():
-        applied.apply()
-        return build.build_wheel(state.out, tree=applied.tree)
+        return build.build_wheel(state.out, tree=plain.tree)
 
     monkeypatch.setattr(build, "pip_wheel", pip_wheel)
     state.ask = ask
@@ -80,11 +79,6 @@ def write(path, text="x"):
     path.write_text(text)
 
 
-def patched(work):
-    path = work.patches / "core/first.patch"
-    path.write_text(path.read_text().replace("+extra = 1", "+extra = 2"))
-
-
 def hide_strip(monkeypatch):
     real = shutil.which
     monkeypatch.setattr(
@@ -94,9 +88,9 @@ def hide_strip(monkeypatch):
 
 # Name: a change of (work, machine, repo, monkeypatch) after which an old wheel would be wrong.
 WHEEL_CHANGES = {
-    "patch": lambda w, m, r, p: patched(w),
-    "overlay": lambda w, m, r, p: append(w.repo / OVERLAY),
-    "overlay-gone": lambda w, m, r, p: (w.repo / OVERLAY).unlink(),
+    "python-file": lambda w, m, r, p: append(w.base),
+    "overlay": lambda w, m, r, p: append(w.tree / OVERLAY),
+    "overlay-gone": lambda w, m, r, p: (w.tree / OVERLAY).unlink(),
     "archs": lambda w, m, r, p: p.setenv("NVTE_CUDA_ARCHS", "90"),
     "torch": lambda w, m, r, p: setattr(m, "torch", m.torch.__class__("2.15", "13.0", "x")),
     "compiler": lambda w, m, r, p: setattr(m, "compiler", "c++ 13"),
@@ -133,6 +127,19 @@ def test_a_change_makes_a_new_wheel(wheels, machine, repo, monkeypatch, change):
     assert wheels.made == 2
     wheels.ask()
     assert wheels.made == 2
+
+
+def test_a_changed_patch_or_overlay_file_makes_a_new_wheel(wheels, applied, monkeypatch):
+    monkeypatch.setattr(build, "make_tree", lambda: applied.tree)
+    monkeypatch.setattr(build, "apply", lambda tree: applied.apply())
+    build.build_wheel(wheels.out)
+    edit(applied.patches, "core/first.patch", ("+extra = 1", "+extra = 2"))
+    build.build_wheel(wheels.out)
+    assert wheels.made == 2
+    append(applied.repo / OVERLAY)
+    build.build_wheel(wheels.out)
+    build.build_wheel(wheels.out)
+    assert wheels.made == 3
 
 
 def test_other_words_for_the_same_archs(wheels, monkeypatch):
@@ -191,7 +198,7 @@ def test_stock_packages_stop_it(wheels, monkeypatch):
 def test_a_failed_build_keeps_the_old_wheel(wheels, monkeypatch, error):
     wheels.ask()
     before = snapshot(wheels.out)
-    patched(wheels.work)
+    append(wheels.work.base)
 
     def fails(folder):
         (folder / "half.whl").write_bytes(b"half")
@@ -245,16 +252,16 @@ def test_a_missing_build_package(fake_pip, site, tmp_path, module):
 
 
 @pytest.fixture
-def extensions(applied, machine, repo, tmp_path, monkeypatch):
+def extensions(plain, machine, repo, tmp_path, monkeypatch):
     """Ask for the extension; ``made`` counts how often it was compiled."""
-    state = SimpleNamespace(made=0, cache=tmp_path / "cache/ext", work=applied)
+    state = SimpleNamespace(made=0, cache=tmp_path / "cache/ext", work=plain)
 
     def compile_extension(tree, folder, facts):
         state.made += 1
         write(folder / EXT, f"compiled {state.made} " + "x" * 100)
 
     def ask():
-        return build.extension(applied.tree, tmp_path / "build/ext")
+        return build.extension(plain.tree, tmp_path / "build/ext")
 
     monkeypatch.setattr(build, "compile_extension", compile_extension)
     state.ask = ask
@@ -374,11 +381,11 @@ def tools(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def compiles(applied, machine, repo, tools, tmp_path):
+def compiles(plain, machine, repo, tools, tmp_path):
     folder = tmp_path / "build/ext"
 
     def ask():
-        build.compile_extension(applied.tree, folder, build.compile_facts())
+        build.compile_extension(plain.tree, folder, build.compile_facts())
 
     return SimpleNamespace(ask=ask, folder=folder, object=folder / "object")
 
@@ -421,18 +428,18 @@ def test_objects_of_another_environment_are_thrown_away(
     ids=["error", "killed", "disk-full"],
 )
 def test_an_extension_that_does_not_compile(
-    applied, machine, repo, tools, tmp_path, ninja, seen, next_step
+    plain, machine, repo, tools, tmp_path, ninja, seen, next_step
 ):
     write_program(tools / "ninja", ninja + "\n")
     with stops(seen, next_step=next_step):
-        build.extension(applied.tree, tmp_path / "build/ext")
+        build.extension(plain.tree, tmp_path / "build/ext")
     assert not (tmp_path / "cache").exists()
 
 
-def test_cmake_that_fails(applied, machine, repo, tools, tmp_path):
+def test_cmake_that_fails(plain, machine, repo, tools, tmp_path):
     write_program(tools / "cmake", "echo noise; echo 'CMake Error: no torch'; exit 1\n")
     with stops("CMake Error: no torch", next_step="configure.log"):
-        build.extension(applied.tree, tmp_path / "build/ext")
+        build.extension(plain.tree, tmp_path / "build/ext")
     assert not (tmp_path / "cache").exists()
 
 
@@ -456,21 +463,21 @@ def test_options_for_cmake(machine, monkeypatch, value, option):
 
 
 @pytest.fixture
-def staged(applied, machine, repo, lock, archives, tmp_path):
+def staged(plain, machine, repo, lock, archives, tmp_path):
     def ask(archs=None, flavour="fork"):
         write(tmp_path / EXT, "extension")
         build.stage(
-            tmp_path / "lib", tree=applied.tree, archs=archs, ext=tmp_path / EXT, flavour=flavour
+            tmp_path / "lib", tree=plain.tree, archs=archs, ext=tmp_path / EXT, flavour=flavour
         )
         return tmp_path / "lib/transformer_engine"
 
     return ask
 
 
-def test_the_staged_package(staged, applied):
+def test_the_staged_package(staged, plain):
     package = staged()
     files = snapshot(package)
-    assert files["pytorch/module/base.py"] == applied.base.read_bytes()
+    assert files["pytorch/module/base.py"] == plain.base.read_bytes()
     assert "pytorch/module/_new.py" in files
     assert files[EXT] == b"extension"
     assert files["libtransformer_engine.so"] == CORE["libtransformer_engine.so"] + b"13"

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Each rule of lint fails on what it is for, and on nothing else."""
 
+import shutil
+from types import SimpleNamespace
+
 import pytest
 from fakes import BASE, edit, stops
 
@@ -9,6 +12,19 @@ from build_tools.common import REPO
 
 FIRST = "core/first.patch"
 NEW = "transformer_engine/pytorch/module/_new.py"
+
+
+@pytest.fixture
+def work(template, tmp_path):
+    """A copy of the small repository, beside a tree that is only read."""
+    repo = tmp_path / "repo"
+    shutil.copytree(template / "repo", repo)
+    return SimpleNamespace(
+        repo=repo,
+        tree=template / "tree",
+        patches=repo / "patches",
+        overlay=repo / "transformer_engine",
+    )
 
 
 @pytest.fixture
