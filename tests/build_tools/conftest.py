@@ -65,6 +65,7 @@ def fake_pip(site, tmp_path, upstream, monkeypatch):
     for pin in upstream.lock["archives"].values():
         shutil.copy(upstream.folder / pin["file"], index)
     monkeypatch.setenv("FAKE_INDEX", str(index))
+    monkeypatch.setenv("PIP_CONSTRAINT", "/etc/pip/constraint.txt")  # as containers do
 
     def end(mode):
         monkeypatch.setenv("FAKE_PIP", mode)

@@ -135,6 +135,7 @@ FAKE_PIP = '''
 import os, pathlib, shutil, sys, time
 
 mode = os.environ["FAKE_PIP"]
+assert "PIP_CONSTRAINT" not in os.environ
 options = sys.argv[1:]
 if options[0] == "wheel":
     print("  [build_tools] staging ...")

@@ -257,6 +257,8 @@ def test_stop_before_an_unknown_patch(work):
 @pytest.mark.parametrize("at", ["am", "overlay", "commit"])
 def test_an_interruption_leaves_the_tree_as_it_was(applied, at, monkeypatch):
     edit(applied.patches, FIRST, ("+extra = 1", "+extra = 2"))
+    (applied.repo / OVERLAY).write_text("NEW = 2\n")
+    (applied.repo / OVERLAY).with_name("_newer.py").write_text("NEWER = 1\n")
     before = snapshot(applied.tree)
     real = module.git
 
@@ -291,9 +293,14 @@ def test_a_run_killed_half_way_is_gone_on_with(applied):
 
 
 def test_the_users_git_settings_do_not_matter(work, tmp_path, monkeypatch):
-    config = tmp_path / "config"
-    config.write_text("[commit]\ngpgsign = true\n[core]\nautocrlf = true\n[am]\nthreeWay = true\n")
-    monkeypatch.setenv("GIT_CONFIG_GLOBAL", str(config))
+    (tmp_path / ".gitconfig").write_text(
+        "[commit]\ngpgsign = true\n[core]\nautocrlf = true\n[diff]\nnoprefix = true\n"
+        "[format]\nsignature = me\n"
+    )
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("GIT_CONFIG_COUNT", "1")
+    monkeypatch.setenv("GIT_CONFIG_KEY_0", "diff.context")
+    monkeypatch.setenv("GIT_CONFIG_VALUE_0", "9")
     work.apply()
     assert export(work.tree, **work.places, check=True) == []
 
