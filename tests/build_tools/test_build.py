@@ -269,6 +269,11 @@ def extensions(plain, machine, repo, tmp_path, monkeypatch):
 
 
 NVIDIA = "site/nvidia"
+VARIABLES = (
+    "CXX", "CXXFLAGS", "LDFLAGS", "CPATH", "CPLUS_INCLUDE_PATH", "LIBRARY_PATH",
+    "CMAKE_PREFIX_PATH", "CMAKE_BUILD_TYPE", "CUDAToolkit_ROOT", "NCCL_HOME", "Torch_DIR",
+    "Torch_ROOT", "pybind11_ROOT", "NVTE_WITH_NCCL_EP", "NVTE_BUILD_DEBUG",
+)  # fmt: skip
 EXT_CHANGES = {
     "source": lambda w, m, r, p: append(w.tree / CPP),
     "header": lambda w, m, r, p: append(w.tree / "transformer_engine/common/common.h"),
@@ -286,10 +291,7 @@ EXT_CHANGES = {
     "nccl": lambda w, m, r, p: write(m.folder / NVIDIA / "nccl/include/nccl.h"),
     "cudnn": lambda w, m, r, p: write(m.folder / NVIDIA / "cudnn/include/cudnn_version.h"),
     "cublas": lambda w, m, r, p: write(m.folder / NVIDIA / "cu13/include/cublas_api.h"),
-    **{
-        name: lambda w, m, r, p, name=name: p.setenv(name, "/x")
-        for name in sorted(build.COMPILE_VARIABLES | {"CMAKE_PREFIX_PATH", "CMAKE_BUILD_TYPE"})
-    },
+    **{name: lambda w, m, r, p, name=name: p.setenv(name, "/x") for name in VARIABLES},
 }
 
 
