@@ -55,6 +55,10 @@ def main() -> None:
         )
     except common.ToolError as error:
         sys.exit(f"error: {error}")
+    except OSError as error:
+        if error.errno not in common.DISK_FULL:
+            raise
+        sys.exit(f"error: {common.no_space(error, common.BUILD)}")
 
 
 main()

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
-from .common import ToolError, require_python
+from .common import BUILD, DISK_FULL, ToolError, no_space, require_python
 
 VERBS = ("fetch", "tree", "apply", "export", "lint", "status", "build", "stock", "prune", "bundle")
 
@@ -34,8 +36,20 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def os_problem(error: OSError) -> ToolError:
+    """An error of the system, such as a file that cannot be written, with a next step."""
+    return ToolError(str(error), "check that it exists and that you may read and write it.")
+
+
 def main(argv: list[str] | None = None) -> int:
-    """Run one verb; 0 when it did its work, 1 with a message and a next step otherwise."""
+    """Run one verb.
+
+    Returns
+    -------
+    int
+        0 when it did its work, 1 with a message and a next step, 130 when it was
+        interrupted. argparse exits with 2 on wrong arguments.
+    """
     try:
         require_python()
         args = make_parser().parse_args(argv)
@@ -44,10 +58,16 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except subprocess.CalledProcessError as error:
-        print(
-            f"error: {' '.join(map(str, error.cmd))}\n{error.output}\n{error.stderr}",
-            file=sys.stderr,
+        problem = ToolError(
+            " ".join(map(str, error.cmd)) + f"\n{error.stderr or ''}{error.output or ''}".rstrip(),
+            "mend what it names; `python -m build_tools status` shows where things stand.",
         )
+        print(f"error: {problem}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        where = Path(error.filename or BUILD)
+        problem = no_space(error, where) if error.errno in DISK_FULL else os_problem(error)
+        print(f"error: {problem}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(
@@ -58,4 +78,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    # CI stops a job with SIGTERM; what is half-done is cleaned up as after Ctrl-C.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(main())

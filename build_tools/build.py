@@ -17,7 +17,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import tempfile
 import zipfile
 from pathlib import Path
 
@@ -31,11 +30,14 @@ from .common import (
     TREE,
     ToolError,
     atomic_file,
+    atomic_folder,
     cache_dir,
+    disk_full_explained,
     fork_version,
     hash_files,
     no_space,
     say,
+    scratch_folder,
     sha256,
     step,
 )
@@ -54,24 +56,66 @@ REQUIRES = (
     "packaging",
     "pydantic",
 )
+WHEEL_FILES = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "NOTICE")
 CXX_SUFFIXES = {".cpp", ".cc", ".c", ".h", ".hpp", ".cu", ".cuh"}
+# Each names its library's version; torch's and nvcc's own versions cover the other headers.
+HEADERS = (
+    "cublas_api.h",
+    "cublasLt.h",
+    "cuda.h",
+    "cuda_runtime_api.h",
+    "cudnn_version.h",
+    "nccl.h",
+)
+# What the compiler, the linker and CMakeLists.txt read beside CMake's own CMAKE_*.
+COMPILE_VARIABLES = {
+    "CXX", "CXXFLAGS", "LDFLAGS", "CPATH", "CPLUS_INCLUDE_PATH", "LIBRARY_PATH",
+    "CUDAToolkit_ROOT", "NCCL_HOME", "Torch_DIR", "Torch_ROOT", "pybind11_ROOT",
+    "NVTE_WITH_NCCL_EP", "NVTE_BUILD_DEBUG",
+}  # fmt: skip
 
 
-def extension_key(tree: Path) -> str:
-    """Hash over everything the compiled extension depends on."""
-    root = tree / "transformer_engine"
-    sources = [p for p in root.rglob("*") if p.suffix in CXX_SUFFIXES]
+def header_folders(torch_folder: Path, system: Path = Path("/")) -> list[Path]:
+    """Where the compiler may find headers of CUDA's libraries, in CMakeLists.txt's order."""
+    named = [f"{os.environ['NCCL_HOME']}/include"] if os.environ.get("NCCL_HOME") else []
+    for name in ("CPATH", "CPLUS_INCLUDE_PATH"):
+        named += filter(None, os.environ.get(name, "").split(os.pathsep))
+    wheels = sorted(torch_folder.parent.glob("nvidia/*/include"))
+    usual = ("usr/local/include", "usr/include", "usr/include/x86_64-linux-gnu")
+    return [*map(Path, named), *wheels, *(system / path for path in usual)]
+
+
+def compile_facts() -> dict[str, str]:
+    """Everything but the sources that the compiled extension depends on, by name."""
     facts = environment.torch_facts()
     nvcc = environment.cuda_toolkit(facts.cuda_major)
-    options = [
-        f"{k}={os.environ.get(k, '')}"
-        for k in ("CXX", "CXXFLAGS", "NVTE_WITH_NCCL_EP", "NVTE_BUILD_DEBUG")
-    ]
-    return hash_files(
-        sources, tree, sha256(REPO / "CMakeLists.txt"), facts.version, facts.cuda,
-        environment.extension_suffix(), environment.compiler_version(),
-        subprocess.run([nvcc, "--version"], text=True, capture_output=True).stdout, *options,
-    )  # fmt: skip
+    found = {
+        "python": environment.extension_suffix(),
+        "torch": f"{facts.version} {facts.cuda}",
+        "compiler": environment.compiler_version(),
+        "nvcc": subprocess.run([nvcc, "--version"], text=True, capture_output=True).stdout,
+        "pybind11": version_of("pybind11"),
+        "CMakeLists.txt": sha256(REPO / "CMakeLists.txt"),
+    }
+    folders = header_folders(Path(facts.folder))
+    for name in HEADERS:
+        found[name] = " ".join(sha256(f / name)[:16] for f in folders if (f / name).is_file())
+    for name, value in os.environ.items():
+        if name in COMPILE_VARIABLES or name.startswith("CMAKE_"):
+            found[name] = value
+    found.pop("CMAKE_BUILD_PARALLEL_LEVEL", None)
+    return found
+
+
+def version_of(name: str) -> str:
+    """Version of an installed distribution; empty when there is none."""
+    return environment.installed((name,)).get(name, "")
+
+
+def extension_key(tree: Path, facts: dict[str, str]) -> str:
+    """Hash over everything the compiled extension depends on: the C++ sources and `compile_facts`."""
+    sources = [p for p in (tree / "transformer_engine").rglob("*") if p.suffix in CXX_SUFFIXES]
+    return hash_files(sources, tree, json.dumps(facts, sort_keys=True))
 
 
 def cmake_options(tree: Path) -> list[str]:
@@ -125,12 +169,38 @@ def run_ninja(build: Path) -> None:
 
 def extension(tree: Path = TREE, build: Path = EXT_BUILD) -> Path:
     """The compiled extension of a tree, from the cache when nothing it depends on changed."""
+    facts = compile_facts()
     name = f"transformer_engine_torch{environment.extension_suffix()}"
-    cached = cache_dir() / "ext" / extension_key(tree)[:32] / name
-    if cached.exists():
-        say("extension: unchanged, taken from the cache")
-        return cached
-    build.mkdir(parents=True, exist_ok=True)
+    folder = cache_dir() / "ext" / extension_key(tree, facts)[:32]
+    digest = folder / "sha256"
+    if (folder / name).is_file() and digest.is_file():
+        if digest.read_text() == sha256(folder / name):
+            say("extension: unchanged, taken from the cache")
+            return folder / name
+        say(f"extension: {folder / name} is damaged and is made again")
+    compile_extension(tree, build, facts)
+    with atomic_folder(folder) as temporary:
+        shutil.copyfile(build / name, temporary / name)
+        (temporary / "sha256").write_text(sha256(temporary / name))
+    return folder / name
+
+
+def compile_extension(tree: Path, build: Path, facts: dict[str, str]) -> None:
+    """Configure and compile in ``build``; its objects are kept for the same facts only.
+
+    CMake reads the compiler, its flags and torch's place once, and Ninja does
+    not see a compiler that was upgraded in place.
+    """
+    record = build / "facts.json"
+    known = json.loads(record.read_text()) if record.is_file() else {}
+    if build.exists() and known != facts:
+        names = sorted(k for k in known.keys() | facts.keys() if known.get(k) != facts.get(k))
+        why = f"changed: {', '.join(names[:4])}" if known else "has no record of what made it"
+        say(f"{build} is made again: {why}")
+        shutil.rmtree(build)
+    with disk_full_explained(build):
+        build.mkdir(parents=True, exist_ok=True)
+        record.write_text(json.dumps(facts, indent=1))
     # ccache then finds objects again that were compiled in another checkout.
     os.environ.setdefault("CCACHE_BASEDIR", str(REPO))
     with step("configuring"):
@@ -143,13 +213,10 @@ def extension(tree: Path = TREE, build: Path = EXT_BUILD) -> Path:
         error = done.stdout[done.stdout.find("CMake Error") :].strip()[:1500]
         raise ToolError(
             f"cmake could not configure the extension:\n{error}",
-            f"read {build / 'configure.log'}; delete {build} when it was made by another Python.",
+            f"mend what it names and run it again; the whole log: {build / 'configure.log'}",
         )
     with step("compiling the extension"):
         run_ninja(build)
-    with atomic_file(cached) as temporary:
-        shutil.copyfile(build / name, temporary)
-    return cached
 
 
 def git_commit() -> str | None:
@@ -169,7 +236,7 @@ def python_files(tree: Path) -> list[Path]:
 
 
 def stage(target: Path, *, tree: Path, archs: set | None, ext: Path, flavour: str) -> None:
-    """Write an importable ``transformer_engine`` folder below ``target``.
+    """Write an importable ``transformer_engine`` folder below ``target``, in place of one there.
 
     Parameters
     ----------
@@ -179,11 +246,13 @@ def stage(target: Path, *, tree: Path, archs: set | None, ext: Path, flavour: st
         "fork" or "stock"; written into ``wgrad_build.json``.
     """
     facts = environment.torch_facts()
+    package = target / "transformer_engine"
+    if package.exists():
+        shutil.rmtree(package)  # pip's build folder keeps files that the tree has no more
     for path in python_files(tree):
         copy = target / path.relative_to(tree)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, copy)
-    package = target / "transformer_engine"
     shutil.copyfile(ext, package / ext.name)
     for library in sorted(core_folder(facts.cuda_major).glob("*.so")):
         if archs and library.name == "libtransformer_engine.so":
@@ -224,65 +293,93 @@ def stage_stock(target: Path) -> None:
     stage(target, tree=pristine, archs=None, ext=ext, flavour="stock")
 
 
-def wheel_key() -> str:
+def wheel_key(tree: Path) -> str:
     """Hash over everything the wheel's content depends on."""
-    tree = patched_tree()
-    own = [*(REPO / "build_tools").glob("*.py"), REPO / "setup.py", REPO / "pyproject.toml"]
+    own = [*(REPO / "build_tools").glob("*.py"), *(REPO / name for name in WHEEL_FILES)]
+    archs = parse_archs(os.environ.get("NVTE_CUDA_ARCHS", ""))
+    facts = {
+        "archs": sorted(archs) if archs else "all",  # `native` differs between machines
+        "commit": git_commit(),
+        "lock": load_lock(),
+        "strip": bool(shutil.which("strip")),
+        **{name: version_of(name) for name in ("setuptools", "wheel")},
+    }
     return hash_files(
-        python_files(tree), tree, hash_files(own, REPO), extension_key(tree),
-        os.environ.get("NVTE_CUDA_ARCHS", ""), json.dumps(load_lock()), str(git_commit()),
+        python_files(tree), tree, hash_files(own, REPO), extension_key(tree, compile_facts()),
+        json.dumps(facts, sort_keys=True),
     )  # fmt: skip
 
 
-def build_wheel(out: Path = DIST) -> Path:
-    """The wheel in ``out``; made again only when something it depends on changed."""
-    environment.refuse_stock()
-    key = wheel_key()
+def known_wheel(out: Path, key: str) -> Path | None:
+    """The whole, unedited wheel in ``out`` that was made for a key."""
     record = out / "wheel.json"
-    if record.exists():
+    try:
         known = json.loads(record.read_text())
         path = out / known["file"]
-        if known["key"] == key and path.exists() and path.stat().st_size == known["size"]:
-            say("wheel: unchanged")
-            return path
+        return path if (known["key"], known["sha256"]) == (key, sha256(path)) else None
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def build_wheel(out: Path = DIST, *, tree: Path | None = None) -> Path:
+    """The wheel in ``out``; made again only when something it depends on changed.
+
+    Parameters
+    ----------
+    tree : Path, optional
+        The patched tree (default: build/tree, made and patched when needed).
+    """
+    environment.refuse_stock()
+    tree = tree or patched_tree()
+    key = wheel_key(tree)
+    known = known_wheel(out, key)
+    if known:
+        say("wheel: unchanged")
+        return known
+    with scratch_folder(out / "wheel") as folder:
+        made = pip_wheel(folder)
+        with zipfile.ZipFile(made) as archive:
+            if not any(n.endswith("libtransformer_engine.so") for n in archive.namelist()):
+                raise ToolError("The wheel holds no core library.", "please report this as a bug.")
+        digest = sha256(made)
+        os.replace(made, out / made.name)
+    with atomic_file(out / "wheel.json") as temporary:
+        temporary.write_text(json.dumps({"key": key, "file": made.name, "sha256": digest}))
+    return out / made.name
+
+
+def pip_wheel(folder: Path) -> Path:
+    """Let pip build the wheel into ``folder``."""
     for module in ("setuptools", "wheel"):
         check = subprocess.run([sys.executable, "-c", f"import {module}"], capture_output=True)
         if check.returncode:
             raise ToolError(
                 f"{module} is not installed.", f"{sys.executable} -m pip install {module}"
             )
-    out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=out, prefix=".wheel.") as name:
-        command = [sys.executable, "-m", "pip", "wheel", "-v", "--no-build-isolation", "--no-deps"]
-        command += ["--disable-pip-version-check", "-w", name, str(REPO)]
-        with step("building the wheel"):
-            lines = []
-            with subprocess.Popen(
-                command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-            ) as pip:
-                for line in pip.stdout:
-                    lines.append(line.rstrip())
-                    if "[build_tools]" in line:
-                        say("  " + line.split("[build_tools]")[1].strip())
-        if pip.returncode:
-            # What our own code or Python said stands before pip's summary.
-            ends = [i for i, line in enumerate(lines) if "subprocess-exited-with-error" in line]
-            end = ends[0] if ends else len(lines)
-            raise ToolError(
-                "pip could not build the wheel:\n" + "\n".join(lines[max(0, end - 12) : end]),
-                "mend what it names and run `python -m build_tools build` again.",
-            )
-        made = next(Path(name).glob("*.whl"))
-        with zipfile.ZipFile(made) as archive:
-            if not any(n.endswith("libtransformer_engine.so") for n in archive.namelist()):
-                raise ToolError("The wheel holds no core library.", "please report this as a bug.")
-        target = out / made.name
-        os.replace(made, target)
-    with atomic_file(record) as temporary:
-        temporary.write_text(
-            json.dumps({"key": key, "file": target.name, "size": target.stat().st_size})
+    command = [sys.executable, "-m", "pip", "wheel", "-v", "--no-build-isolation", "--no-deps"]
+    command += ["--disable-pip-version-check", "-w", str(folder), str(REPO)]
+    # Containers pin versions with PIP_CONSTRAINT, which would refuse this one.
+    env = {key: value for key, value in os.environ.items() if key != "PIP_CONSTRAINT"}
+    with step("building the wheel"):
+        lines = []
+        with subprocess.Popen(
+            command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        ) as pip:
+            for line in pip.stdout:
+                lines.append(line.rstrip())
+                if "[build_tools]" in line:
+                    say("  " + line.split("[build_tools]")[1].strip())
+    if pip.returncode:
+        if any("No space left on device" in line for line in lines):
+            raise no_space(OSError("pip could not write the wheel"), folder)
+        # What our own code or Python said stands before pip's summary.
+        ends = [i for i, line in enumerate(lines) if "subprocess-exited-with-error" in line]
+        end = ends[0] if ends else len(lines)
+        raise ToolError(
+            "pip could not build the wheel:\n" + "\n".join(lines[max(0, end - 12) : end]),
+            "mend what it names and run `python -m build_tools build` again.",
         )
-    return target
+    return next(folder.glob("*.whl"))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from . import prune
+from .build import REQUIRES
 from .common import (
     DIST,
     REPO,
@@ -171,6 +172,7 @@ def main(args: argparse.Namespace) -> None:
             "ext": ext,
             "sources": sources,
             "wheels": wheels,
+            "requires": list(REQUIRES),
             "files": hashes(root),
         }
         (root / "manifest.json").write_text(json.dumps(manifest, indent=1, sort_keys=True) + "\n")

@@ -229,6 +229,7 @@ def write_dist_info(stage: Path, manifest: dict, mark: dict) -> Path:
     (info / "METADATA").write_text(
         f"Metadata-Version: 2.1\nName: {PACKAGE}\nVersion: {manifest['version']}\n"
         "Summary: Transformer Engine with delayed weight gradients repaired\n"
+        + "".join(f"Requires-Dist: {name}\n" for name in manifest.get("requires", []))
     )
     tag = "cp" + manifest["python"].replace(".", "")
     # TE takes a package that is not pure for a source build, which may hold both libraries.

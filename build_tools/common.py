@@ -23,6 +23,8 @@ DIST = REPO / "dist"
 PATCHES = REPO / "patches"
 OVERLAY = REPO / "transformer_engine"
 FORK_RELEASE = 1  # the N of 2.20.2+wgrad.N
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+DAY = 24 * 3600
 
 
 class ToolError(Exception):
@@ -106,63 +108,103 @@ def existing_parent(path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def atomic_file(target: Path) -> Iterator[Path]:
-    """Yield a temporary path beside ``target`` that replaces it when the block succeeds."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    os.close(handle)
-    temporary = Path(name)
+def disk_full_explained(where: Path) -> Iterator[None]:
+    """Turn the system's error for a full disk into one with a next step."""
     try:
+        yield
+    except OSError as error:
+        if error.errno in DISK_FULL:
+            raise no_space(error, where) from error
+        raise
+
+
+@contextlib.contextmanager
+def scratch_folder(target: Path) -> Iterator[Path]:
+    """Yield a new folder beside ``target`` for half-done work; it is deleted at the end.
+
+    Those that a killed run left a day ago are deleted too.
+    """
+    prefix = f".te-wgrad.{target.name}."
+    with disk_full_explained(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        for old in target.parent.iterdir():
+            if old.name.startswith(prefix) and time.time() - old.lstat().st_mtime > DAY:
+                shutil.rmtree(old, ignore_errors=True)
+        folder = Path(tempfile.mkdtemp(dir=target.parent, prefix=prefix))
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def atomic_file(target: Path) -> Iterator[Path]:
+    """Yield a temporary path that replaces ``target`` when the block succeeds."""
+    with scratch_folder(target) as folder:
+        temporary = folder / target.name
+        temporary.touch()
         yield temporary
         temporary.chmod(0o644)
         os.replace(temporary, target)
-    except OSError as error:
-        if error.errno == errno.ENOSPC:
-            raise no_space(error, target) from error
-        raise
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
 def atomic_folder(target: Path) -> Iterator[Path]:
-    """Yield a new empty folder beside ``target`` that replaces it when the block succeeds."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}."))
-    try:
+    """Yield a new empty folder that replaces ``target`` when the block succeeds."""
+    with scratch_folder(target) as temporary:
         yield temporary
         temporary.chmod(0o755)
-        if target.exists():
-            old = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}.old."))
-            os.replace(target, old / "x")
-            os.replace(temporary, target)
-            shutil.rmtree(old)
-        else:
-            os.replace(temporary, target)
+        swap_folder(temporary, target)
+
+
+def swap_folder(new: Path, target: Path) -> None:
+    """Move a folder to ``target``; what was there comes back when that fails."""
+    try:
+        os.replace(new, target)  # works when nothing, or an empty folder, is there
+        return
     except OSError as error:
-        if error.errno == errno.ENOSPC:
-            raise no_space(error, target) from error
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+    aside = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".te-wgrad-old.{target.name}."))
+    try:
+        os.replace(target, aside / "x")
+        os.replace(new, target)
+    except BaseException:
+        if (aside / "x").exists() and not target.exists():
+            os.replace(aside / "x", target)
+        if not (aside / "x").exists():
+            aside.rmdir()
         raise
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def run(command: Sequence[str], *, cwd: Path | None = None, env: dict | None = None) -> str:
-    """Run a command quietly and return its stdout.
+    """Run a command quietly and return its stdout, which keeps every byte (see `to_text`).
 
     Raises
     ------
     subprocess.CalledProcessError
         When it fails; ``output`` and ``stderr`` hold what it printed.
     """
-    done = subprocess.run(
-        [str(part) for part in command], cwd=cwd, env=env, text=True, capture_output=True
-    )
+    done = subprocess.run([str(part) for part in command], cwd=cwd, env=env, capture_output=True)
     if done.returncode:
         raise subprocess.CalledProcessError(
-            done.returncode, list(command), output=done.stdout, stderr=done.stderr
+            done.returncode,
+            list(command),
+            output=to_text(done.stdout),
+            stderr=to_text(done.stderr),
         )
-    return done.stdout
+    return to_text(done.stdout)
+
+
+def to_text(data: bytes) -> str:
+    """UTF-8 to text; other bytes and all line ends survive the way back with `to_bytes`."""
+    return data.decode("utf-8", "surrogateescape")
+
+
+def to_bytes(text: str) -> bytes:
+    """The bytes that `to_text` was given."""
+    return text.encode("utf-8", "surrogateescape")
 
 
 def require_python(version: tuple = tuple(sys.version_info[:2])) -> None:

@@ -9,6 +9,7 @@ import importlib.metadata
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from pathlib import Path
 
 from .common import ToolError, require_python
 
+OLDEST_TORCH = (2, 6)
 STOCK = ("transformer_engine_torch", "transformer_engine_cu12", "transformer_engine_cu13")
 
 
@@ -36,6 +38,12 @@ class TorchFacts:
 
 def check_torch(facts: TorchFacts) -> TorchFacts:
     """Return the facts, or stop on a torch that Transformer Engine cannot use."""
+    number = re.match(r"(\d+)\.(\d+)", facts.version)
+    if number and (int(number[1]), int(number[2])) < OLDEST_TORCH:
+        raise ToolError(
+            f"torch {facts.version} in {sys.executable} is too old.",
+            f"install a CUDA build of torch {'.'.join(map(str, OLDEST_TORCH))} or newer.",
+        )
     if not facts.cuda:
         raise ToolError(
             f"torch {facts.version} in {sys.executable} is a CPU-only build.",
@@ -51,10 +59,15 @@ def check_torch(facts: TorchFacts) -> TorchFacts:
     return facts
 
 
-@functools.cache
+@functools.lru_cache(maxsize=None)
 def torch_facts() -> TorchFacts:
-    """Ask this Python's torch, in a process of its own (its import takes seconds and memory)."""
+    """Ask this Python's torch once, and check it."""
     require_python()
+    return check_torch(ask_torch())
+
+
+def ask_torch() -> TorchFacts:
+    """Ask torch in a process of its own (its import takes seconds and memory)."""
     code = (
         "import json, os, torch; print(json.dumps([torch.__version__, torch.version.cuda or '',"
         " os.path.dirname(torch.__file__)]))"
@@ -67,23 +80,22 @@ def torch_facts() -> TorchFacts:
             "install a CUDA build of torch into it; with pip, also pass --no-build-isolation "
             "so that the build sees it.",
         )
-    return check_torch(TorchFacts(*json.loads(done.stdout.splitlines()[-1])))
+    return TorchFacts(*json.loads(done.stdout.splitlines()[-1]))
 
 
-def cuda_toolkit(cuda_major: int) -> Path:
+def cuda_toolkit(cuda_major: int, system: Path = Path("/usr/local")) -> Path:
     """The nvcc of a CUDA toolkit of the wanted major version.
 
-    Looks at ``CUDA_HOME`` and ``CUDA_PATH``, PATH, then /usr/local/cuda*.
+    Looks at ``CUDA_HOME`` and ``CUDA_PATH``, PATH, then ``system``/cuda*.
     """
-    places = [
-        Path(os.environ[n]) / "bin/nvcc" for n in ("CUDA_HOME", "CUDA_PATH") if n in os.environ
-    ]
+    homes = [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")]
+    places = [Path(home) / "bin/nvcc" for home in homes if home]
     on_path = shutil.which("nvcc")
     places += [Path(on_path)] if on_path else []
-    places += sorted(Path("/usr/local").glob("cuda*/bin/nvcc"), reverse=True)
+    places += sorted(system.glob("cuda*/bin/nvcc"), reverse=True)
     seen = []
     for nvcc in places:
-        if not nvcc.is_file():
+        if not nvcc.is_file() or not os.access(nvcc, os.X_OK):
             continue
         text = subprocess.run([nvcc, "--version"], text=True, capture_output=True).stdout
         version = re.search(r"release (\d+)\.(\d+)", text)
@@ -98,15 +110,15 @@ def cuda_toolkit(cuda_major: int) -> Path:
 
 
 def compiler_version() -> str:
-    """First line of the C++ compiler's ``--version``."""
-    compiler = os.environ.get("CXX") or "c++"
-    if not shutil.which(compiler):
+    """First line of the C++ compiler's ``--version``; CXX may be a launcher and a compiler."""
+    compiler = shlex.split(os.environ.get("CXX") or "c++")
+    if not all(shutil.which(part) for part in compiler if not part.startswith("-")):
         raise ToolError(
-            f"No C++ compiler ({compiler}) found.", "install g++ (e.g. apt install g++) or set CXX."
+            f"No C++ compiler ({' '.join(compiler)}) found.",
+            "install g++ (e.g. apt install g++) or set CXX.",
         )
-    return subprocess.run([compiler, "--version"], text=True, capture_output=True).stdout.split(
-        "\n"
-    )[0]
+    done = subprocess.run([*compiler, "--version"], text=True, capture_output=True)
+    return done.stdout.split("\n")[0]
 
 
 def extension_suffix() -> str:

@@ -15,16 +15,20 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 import textwrap
 import zipfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
-from .common import ToolError, atomic_folder, cache_dir, no_space, say, sha256, step
+from .common import ToolError, atomic_file, atomic_folder, cache_dir, no_space, say, sha256, step
 from .environment import torch_facts
 
 LOCK = Path(__file__).with_name("upstream.lock")
+NEXT_AFTER_DAMAGE = (
+    "run `python -m build_tools fetch` with a network: it keeps no file that differs from its pin. "
+    "If the index really serves another file (pip config list), do not use it."
+)
 
 # pip asks an sdist for its metadata by running its setup.py, and that one stops
 # without a CUDA build of torch. This stand-in answers the three questions it
@@ -59,14 +63,13 @@ def check_archive(path: Path, pin: dict) -> None:
     if size != pin["size"]:
         raise ToolError(
             f"{path.name}: wrong size: pinned {pin['size']} bytes, got {size} bytes ({path}).",
-            f"delete {path} and run `python -m build_tools fetch` again.",
+            NEXT_AFTER_DAMAGE,
         )
     got = sha256(path)
     if got != pin["sha256"]:
         raise ToolError(
             f"{path.name}: wrong sha256:\n  pinned {pin['sha256']}\n  got    {got}\n  in     {path}",
-            f"delete {path} and run `python -m build_tools fetch` again; if the index really "
-            "serves another file, do not use it.",
+            NEXT_AFTER_DAMAGE,
         )
 
 
@@ -95,30 +98,37 @@ def explain_pip(pin: dict, log: str) -> ToolError:
         )
     if "No space left" in log:
         return no_space(OSError("pip could not write the download"), cache_dir())
+    if "No module named pip" in log:
+        return ToolError(f"{sys.executable} has no pip.", f"{sys.executable} -m ensurepip")
     if re.search(r"No module named '?(setuptools|wheel|packaging)", log):
         return ToolError(
             "pip needs setuptools, wheel and packaging in this Python to read the sources' metadata.",
             f"{sys.executable} -m pip install setuptools wheel packaging",
         )
+    network = r"NewConnectionError|NameResolutionError|name resolution|timed out|Connection \w+"
+    why = ": the package index cannot be reached" if re.search(network, log) else ""
     tail = "\n  ".join(log.strip().splitlines()[-4:])
     return ToolError(
-        f"pip could not download {pin['requirement']}:\n  {tail}",
-        "check the network, proxy and index (pip config list) and run fetch again, or copy "
-        f"{pin['file']} into {cache_dir() / 'archives'} by hand.",
+        f"pip could not download {pin['file']} ({pin['requirement']}){why}:\n  {tail}",
+        "check the network, proxy and index (pip config list) and run "
+        "`python -m build_tools fetch` again. Without a network: run it on another machine and "
+        f"copy {pin['file']} into {cache_dir() / 'archives'}.",
     )
 
 
 def download(pin: dict, target: Path) -> None:
     """Let pip download one archive, check it, and move it to ``target`` at once."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".fetch.") as name:
-        folder = Path(name)
-        environment = dict(os.environ)
+    with atomic_file(target) as temporary:
+        folder = temporary.parent / "pip"
+        folder.mkdir()
+        # Containers pin versions with PIP_CONSTRAINT, which would refuse this one.
+        environment = {k: v for k, v in os.environ.items() if k != "PIP_CONSTRAINT"}
         if not pin["file"].endswith(".whl"):
             for path, text in STUB.items():
                 (folder / "stub" / path).parent.mkdir(parents=True, exist_ok=True)
                 (folder / "stub" / path).write_text(text)
-            environment["PYTHONPATH"] = str(folder / "stub")
+            paths = [str(folder / "stub"), environment.get("PYTHONPATH", "")]
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         with step(f"fetching {pin['file']} ({pin['size'] / 1e6:.1f} MB)"):
             done = subprocess.run(
                 pip_command(pin, folder),
@@ -130,7 +140,7 @@ def download(pin: dict, target: Path) -> None:
         if done.returncode:
             raise explain_pip(pin, done.stdout)
         check_archive(folder / pin["file"], pin)
-        os.replace(folder / pin["file"], target)
+        os.replace(folder / pin["file"], temporary)
 
 
 def archive(
@@ -140,7 +150,7 @@ def archive(
     offline: bool = False,
     get: Callable[[dict, Path], None] = download,
 ) -> Path:
-    """The checked archive of one role, fetched when the cache lacks it.
+    """The checked archive of one role, fetched when the cache lacks it or holds a damaged one.
 
     Parameters
     ----------
@@ -152,14 +162,20 @@ def archive(
     Raises
     ------
     ToolError
-        A wrong hash or size, no network, a full disk, or missing when offline.
+        A wrong hash or size, no network, a full disk, or missing or damaged when offline.
     """
     pin = (lock or load_lock())["archives"][role]
     path = cache_dir() / "archives" / pin["file"]
     offline = offline or os.environ.get("TE_WGRAD_OFFLINE") == "1"
     if path.exists():
-        check_archive(path, pin)
-        return path
+        try:
+            check_archive(path, pin)
+            return path
+        except ToolError as error:
+            if offline:
+                raise
+            say(f"the cached archive is damaged and is fetched again: {error.args[0]}")
+            path.unlink()
     if offline:
         raise ToolError(
             f"{pin['file']} is not in the cache ({path.parent}) and offline mode is on.",
@@ -175,30 +191,33 @@ def core_library(cuda_major: int | None = None) -> Path:
     return core_folder(cuda_major) / "libtransformer_engine.so"
 
 
-def core_folder(cuda_major: int | None = None) -> Path:
-    """Folder with the core wheel's libraries, unpacked once per archive hash."""
-    major = cuda_major or torch_facts().cuda_major
-    role = f"core_cu{major}"
-    path = archive(role)
-    folder = cache_dir() / "core" / load_lock()["archives"][role]["sha256"][:16]
+def core_folder(cuda_major: int | None = None, *, lock: dict | None = None) -> Path:
+    """Folder with the core wheel's libraries, unpacked again when one was cut off or edited."""
+    role = f"core_cu{cuda_major or torch_facts().cuda_major}"
+    path = archive(role, lock=lock)
+    folder = cache_dir() / "core" / (lock or load_lock())["archives"][role]["sha256"][:16]
     with zipfile.ZipFile(path) as wheel:
-        members = [m for m in wheel.infolist() if "/wheel_lib/" in m.filename and not m.is_dir()]
-        # Complete and unedited? zip keeps size and CRC of every member; the size
-        # catches a cut-off copy, and the folder appears only when it is whole.
-        if not all(
-            (folder / Path(m.filename).name).is_file()
-            and (folder / Path(m.filename).name).stat().st_size == m.file_size
-            for m in members
-            if m.filename.endswith(".so")
-        ):
+        members = [
+            m for m in wheel.infolist() if "/wheel_lib/" in m.filename and m.filename[-3:] == ".so"
+        ]
+        if not all(intact(folder / Path(m.filename).name, m) for m in members):
             with step("unpacking the core library"), atomic_folder(folder) as temporary:
                 for member in members:
-                    if member.filename.endswith(".so"):
-                        with wheel.open(member) as source, open(
-                            temporary / Path(member.filename).name, "wb"
-                        ) as target:
-                            shutil.copyfileobj(source, target, 1 << 20)
+                    copy = temporary / Path(member.filename).name
+                    with wheel.open(member) as source, open(copy, "wb") as target:
+                        shutil.copyfileobj(source, target, 1 << 20)
     return folder
+
+
+def intact(path: Path, member: zipfile.ZipInfo) -> bool:
+    """Whether a file has the size (bytes) and CRC that a zip archive records for it."""
+    if not path.is_file() or path.stat().st_size != member.file_size:
+        return False
+    crc = 0
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            crc = zlib.crc32(block, crc)
+    return crc == member.CRC
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
 
-from .common import PATCHES, ToolError, run
+from .common import PATCHES, ToolError, run, to_text
 
 PRISTINE = "pristine"  # tag of the unpatched commit
-APPLIED = "applied"  # tag of the last patch's commit, before the overlay commit
 OVERLAY_SUBJECT = "[overlay] Add the fork's own files"
 # The same pinned sources must give the same commit everywhere.
 IDENTITY = {
@@ -24,6 +24,9 @@ IDENTITY = {
 }
 # A user's own git configuration must not change a byte of what comes out.
 NEUTRAL = {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_SYSTEM": os.devnull, "LC_ALL": "C"}
+# safe.directory: the tree may belong to another user, as in a container that mounts it.
+SETTINGS = ("core.autocrlf=false", "commit.gpgsign=false", "gc.auto=0", "safe.directory=*")
+PARTIAL = "partial"  # stands for the stamp after `apply --before`
 
 
 def git(tree: Path, *arguments: str, author: bool = False) -> str:
@@ -32,7 +35,11 @@ def git(tree: Path, *arguments: str, author: bool = False) -> str:
         raise ToolError("git is not on PATH.", "install git (e.g. apt install git).")
     environment = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
     environment |= NEUTRAL | {k: v for k, v in IDENTITY.items() if author or "COMMITTER" in k}
-    settings = ["-c", "core.autocrlf=false", "-c", "commit.gpgsign=false", "-c", "gc.auto=0"]
+    # With a broken .git, git would otherwise go up and work on the checkout around the tree.
+    environment["GIT_CEILING_DIRECTORIES"] = str(tree.resolve().parent)
+    settings = []
+    for setting in SETTINGS:
+        settings += ["-c", setting]
     return run(["git", *settings, *arguments], cwd=tree, env=environment)
 
 
@@ -51,25 +58,59 @@ def dirty(tree: Path) -> list[str]:
 
 
 def require_tree(tree: Path) -> None:
-    """Stop when there is no tree."""
-    if not (tree / ".git").is_dir() or not ok(tree, "rev-parse", "-q", "--verify", PRISTINE):
+    """Stop when there is no tree that git can read."""
+    if not (tree / ".git").is_dir():
         raise ToolError(f"No source tree in {tree}.", "run `python -m build_tools tree`.")
+    if not tree_hashes(tree):
+        raise ToolError(
+            f"{tree / '.git'} is broken: it has no pristine commit, or no HEAD.",
+            f"copy edits that you want to keep out of {tree}, then run "
+            "`python -m build_tools tree --force`.",
+        )
+
+
+def tree_hashes(tree: Path) -> list[str]:
+    """Hashes of the pristine tree and of HEAD's; none when git cannot read one of them."""
+    try:
+        return git(tree, "rev-parse", f"{PRISTINE}^{{tree}}", "HEAD^{tree}").split()
+    except subprocess.CalledProcessError:
+        return []
+
+
+def record_of(tree: Path) -> Path:
+    """Where ``apply`` writes the commit that it made and the stamp of what it applied."""
+    return tree / ".git" / "te-wgrad-applied"
+
+
+def read_record(tree: Path) -> tuple[str, str]:
+    """Commit and stamp of the last ``apply``; empty before the first."""
+    path = record_of(tree)
+    head, _, stamp = path.read_text().partition(" ") if path.exists() else ("", "", "")
+    return head, stamp
+
+
+def read_patch(path: Path) -> str:
+    """Text of a patch file, with every byte of it."""
+    return to_text(path.read_bytes())
+
+
+def subject_of(text: str) -> str:
+    """Subject of a mail patch, unfolded."""
+    found = re.search(r"^Subject: (.*(?:\n[ \t].*)*)", text, re.M)
+    return re.sub(r"\n[ \t]", " ", found[1]) if found else ""
 
 
 def read_series(patches: Path = PATCHES) -> list[str]:
-    """The patches in order, as paths relative to ``patches``.
-
-    ``upstream_only`` patches touch files that no package carries and are left out.
-    """
+    """The patches in order, as paths relative to ``patches``."""
     path = patches / "series"
     if not path.is_file():
         raise ToolError(f"{path} is missing.", "restore it: git checkout patches/series")
-    lines = (line.split("#")[0].strip() for line in path.read_text().splitlines())
+    lines = (line.split("#")[0].strip() for line in path.read_text("utf-8").splitlines())
     return [line for line in lines if line]
 
 
 def buildable(series: list[str]) -> list[str]:
-    """The entries that apply to the packages' files."""
+    """The entries that apply to the packages' files: ``upstream_only`` ones touch others."""
     return [name for name in series if not name.startswith("upstream_only/")]
 
 

@@ -13,26 +13,43 @@ from .apply import overlay_files, stamp_of
 from .common import DIST, OVERLAY, PATCHES, TREE, ToolError, cache_dir, fork_version
 from .environment import cuda_toolkit, installed, torch_facts
 from .fetch import load_lock
-from .gittree import buildable, dirty, git, read_series
+from .gittree import PARTIAL, PRISTINE, buildable, dirty, git, read_record, read_series
 from .tree import ok_tree
 
 
-def tree_state(tree: Path, lock: dict) -> str:
+def tree_state(tree: Path, lock: dict, patches: Path = PATCHES, overlay: Path = OVERLAY) -> str:
     """One line on the tree."""
+    if not tree.exists():
+        return "not there (python -m build_tools tree)"
     if not ok_tree(tree, lock):
-        return "not there, or not the pinned one (python -m build_tools tree)"
+        return "not the pinned one, or its .git is broken (python -m build_tools tree --force)"
     edits = dirty(tree)
     if edits:
         return f"edited: {', '.join(edits[:4])} (commit there, then export)"
-    record = tree / ".git" / "te-wgrad-applied"
-    if not record.exists():
+    head = git(tree, "rev-parse", "HEAD").strip()
+    made, stamp = read_record(tree)
+    if head not in (made, git(tree, "rev-parse", PRISTINE).strip()):
+        return "has new commits (python -m build_tools export, then apply)"
+    if head != made:
         return "pristine (python -m build_tools apply)"
-    head, stamp = record.read_text().split()
-    if git(tree, "rev-parse", "HEAD").strip() != head:
-        return "has commits that patches/ lacks (python -m build_tools export)"
-    if stamp != stamp_of(PATCHES, OVERLAY):
+    if stamp == PARTIAL:
+        return "stopped by apply --before (redo the patch, commit it, export, apply)"
+    try:
+        now = stamp_of(patches, overlay)
+    except ToolError as error:
+        return str(error).replace("\n", " ")
+    if stamp != now:
         return "patches or overlay changed since (python -m build_tools apply)"
     return "series and overlay applied"
+
+
+def wheel_state(dist: Path = DIST) -> str:
+    """One line on the built wheel."""
+    try:
+        file = json.loads((dist / "wheel.json").read_text())["file"]
+    except (OSError, ValueError, KeyError):
+        return "not built (python -m build_tools build)"
+    return file if (dist / file).is_file() else f"{file} is gone (python -m build_tools build)"
 
 
 def facts() -> dict[str, str]:
@@ -58,8 +75,7 @@ def facts() -> dict[str, str]:
             rows[name] = f"{found.version} (CUDA {found.cuda})" if name == "torch" else str(found)
         except ToolError as error:
             rows[name] = str(error).replace("\n", " ")
-    record = DIST / "wheel.json"
-    rows["wheel"] = json.loads(record.read_text())["file"] if record.exists() else "not built"
+    rows["wheel"] = wheel_state()
     rows["GPU archs"] = os.environ.get("NVTE_CUDA_ARCHS") or "all (NVTE_CUDA_ARCHS is not set)"
     try:
         rows["installed"] = f"transformer_engine {importlib.metadata.version('transformer_engine')}"

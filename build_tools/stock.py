@@ -7,11 +7,10 @@ Put that folder on PYTHONPATH to import it; nothing is installed.
 from __future__ import annotations
 
 import argparse
-import hashlib
 from pathlib import Path
 
-from .build import extension_key, stage_stock
-from .common import BUILD, atomic_folder, say
+from .build import compile_facts, extension_key, stage_stock
+from .common import BUILD, REPO, atomic_folder, hash_files, say
 from .fetch import load_lock
 from .gittree import PRISTINE, git
 from .tree import make_tree, pristine_copy
@@ -48,8 +47,9 @@ def main(args: argparse.Namespace) -> None:
     pristine = BUILD / "pristine"
     if not pristine.exists():
         pristine_copy(tree, pristine)
-    metadata = hashlib.sha256(repr(METADATA).encode()).hexdigest()
-    key = extension_key(pristine) + git(tree, "rev-parse", PRISTINE).strip() + metadata
+    own = hash_files(list((REPO / "build_tools").glob("*.py")), REPO)
+    key = extension_key(pristine, compile_facts())
+    key += git(tree, "rev-parse", PRISTINE).strip() + own
     record = args.dest / "key"
     if record.exists() and record.read_text() == key:
         say("stock: unchanged")

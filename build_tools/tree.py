@@ -17,7 +17,7 @@ from pathlib import Path, PurePosixPath
 
 from .common import TREE, ToolError, atomic_folder, say, step
 from .fetch import archive, load_lock
-from .gittree import PRISTINE, dirty, git, ok
+from .gittree import PRISTINE, dirty, git, ok, tree_hashes
 
 # sdist folder -> folder in upstream's repository
 SDIST_MAP = {
@@ -62,27 +62,23 @@ def write(root: Path, name: str, data: bytes) -> None:
     path.write_bytes(data)
 
 
-def make_tree(dest: Path = TREE, *, force: bool = False, offline: bool = False) -> Path:
+def make_tree(
+    dest: Path = TREE, *, force: bool = False, offline: bool = False, lock: dict | None = None
+) -> Path:
     """Make the pristine tree, or keep the one that is there.
 
     Raises
     ------
     ToolError
-        When the tree there was edited (unless ``force``), or the pinned
+        When a folder there is something else (unless ``force``), or the pinned
         archives give another tree than the pinned one.
     """
-    lock = load_lock()
+    lock = lock or load_lock()
     if ok_tree(dest, lock) and not force:
         return dest
-    if (dest / ".git").exists() and not force:
-        edits = dirty(dest) if ok(dest, "rev-parse", "HEAD") else []
-        raise ToolError(
-            f"{dest} is not the pinned pristine tree"
-            + (f"; edited: {', '.join(edits[:5])}." if edits else "."),
-            "save what you need from it (`python -m build_tools export`), then run "
-            "`python -m build_tools tree --force`.",
-        )
-    python, sources = archive("python", offline=offline), archive("sources", offline=offline)
+    if dest.exists() and not force:
+        refuse_other(dest)
+    python, sources = (archive(r, offline=offline, lock=lock) for r in ("python", "sources"))
     with step(f"making the source tree in {dest}"), atomic_folder(dest) as folder:
         unpack(python, sources, folder)
         git(folder, "init", "-q", "-b", "main")
@@ -99,14 +95,28 @@ def make_tree(dest: Path = TREE, *, force: bool = False, offline: bool = False) 
     return dest
 
 
+def refuse_other(dest: Path) -> None:
+    """Stop when ``dest`` holds anything; it is not the pinned tree, and would be lost."""
+    if not any(dest.iterdir()):
+        return
+    if not (dest / ".git").is_dir():
+        why = "has files but no .git"
+    elif not ok(dest, "rev-parse", "-q", "--verify", "HEAD^{tree}"):
+        why = "has a broken .git"
+    else:
+        edits = dirty(dest)
+        why = "is not the pinned pristine tree"
+        why += f"; edited: {', '.join(edits[:5])}" if edits else ""
+    raise ToolError(
+        f"{dest} {why}.",
+        "copy what you need out of it, then run `python -m build_tools tree --force`, which "
+        "makes it again.",
+    )
+
+
 def ok_tree(dest: Path, lock: dict) -> bool:
     """Whether ``dest`` holds the pinned pristine commit (patches may lie on it)."""
-    if not (dest / ".git").is_dir():
-        return False
-    return (
-        ok(dest, "rev-parse", "-q", "--verify", f"{PRISTINE}^{{tree}}")
-        and git(dest, "rev-parse", f"{PRISTINE}^{{tree}}").strip() == lock["pristine_tree"]
-    )
+    return (dest / ".git").is_dir() and lock["pristine_tree"] in tree_hashes(dest)[:1]
 
 
 def pristine_copy(tree: Path, dest: Path) -> None:

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The bundle's packing and its installer's checks: no GPU, no torch, no network."""
 
+import shutil
 import sys
 import tarfile
 import zipfile
+from importlib.metadata import Distribution
 from pathlib import Path
 
 import pytest
@@ -125,6 +127,16 @@ def test_an_extension_for_another_python_is_refused(tmp_path):
     with pytest.raises(ToolError, match="3.11, the bundle for 3.12"):
         bundle.describe_ext(path, "3.12", "2.14.1")
     assert bundle.describe_ext(path, "3.11", "2.14.1")["python"] == "3.11"
+
+
+def test_the_installed_package_declares_its_requirements(tmp_path):
+    (tmp_path / "transformer_engine").mkdir()
+    manifest = {"version": "2.20.2+wgrad.1", "python": "3.12", "requires": ["einops", "onnx>=1"]}
+    info = bundle_install.write_dist_info(tmp_path, manifest, {})
+    assert Distribution.at(info).requires == ["einops", "onnx>=1"]
+    del manifest["requires"]  # an older bundle
+    shutil.rmtree(info)
+    assert Distribution.at(bundle_install.write_dist_info(tmp_path, manifest, {})).requires is None
 
 
 def test_a_failed_swap_puts_the_old_installation_back(tmp_path, monkeypatch):
