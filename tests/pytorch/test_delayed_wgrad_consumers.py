@@ -10,7 +10,6 @@ import functools
 
 import pytest
 import torch
-
 from delayed_kinds import (
     KINDS,
     assert_same,
