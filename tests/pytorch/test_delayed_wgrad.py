@@ -154,6 +154,24 @@ def test_a1_input_without_gradient(kind, device):
     assert_same(*both(scenario), missing=True)
 
 
+@split_kinds
+def test_a1_entry_of_other_code(kind, device):
+    """What other code puts into a module's store (fused MLA does) is accumulated too."""
+    split = {"q": SIZE // 2, "k": SIZE // 2}
+    module = make(kind, device, delay=True, parameters_split=split)
+    for value in (1.0, 2.0):
+        grads_of = (
+            torch.full((SIZE, SIZE), value, dtype=torch.bfloat16, device=device),
+            torch.full((SIZE,), value, dtype=torch.bfloat16, device=device),
+        )
+        module.wgrad_store.put([*grads_of], lambda dw, db: (dw.clone(), db.clone()))
+    assert module.pending_backward_dw == 2
+    module.backward_dw()
+    module.backward_dw()
+    for name in late_names(kind, module) or ["q_weight", "k_weight", "q_bias", "k_bias"]:
+        assert (getattr(module, name).grad == 3.0).all()
+
+
 # --- A2: nothing before backward_dw -----------------------------------------
 
 

@@ -448,6 +448,8 @@ class DdpShare:
             entry = param.__dict__.get("_delayed_wgrad_share")
             if entry is not None:
                 entry[0] -= 1
+                if entry == [0, None]:
+                    del param._delayed_wgrad_share
         self.owing = []
 
     __del__ = release
@@ -651,7 +653,7 @@ def check_supported(owner: torch.nn.Module, weights: Sequence[torch.Tensor]) -> 
     if torch.compiler.is_compiling():
         _refuse("torch.compile", "the compiled backward cannot be split in two", _OFF)
     # What does not change between passes is looked at once for each set of weights.
-    checked = [id(weight) for weight in weights]
+    checked = [type(weights[0]), *(id(weight) for weight in weights)]
     if owner.__dict__.get("_delayed_wgrad_checked") != checked:
         _check_weights(owner, weights)
         owner.__dict__["_delayed_wgrad_checked"] = checked
@@ -702,8 +704,27 @@ class DelayedWgradMixin:
 
     def _compute_oldest_wgrads(self) -> list:
         """Run the oldest contribution's GEMMs; it leaves the queue once they have run."""
-        pairs = self.wgrad_store.context.oldest().compute()
+        oldest = self.wgrad_store.context.oldest()
+        known = isinstance(oldest, Contribution)
+        pairs = oldest.compute() if known else self._compute_foreign_wgrads(*oldest)
         self.wgrad_store.context.get()
+        return pairs
+
+    def _compute_foreign_wgrads(self, tensors: list, gemm: Callable) -> list:
+        """Run what code outside this module gave to ``wgrad_store.put`` (fused MLA does).
+
+        ``gemm(*tensors)`` returns the weight gradient ``[out, in]``, written to
+        ``main_grad`` already where that is fused, and the bias gradient or None.
+        """
+        from ._common import noop_cat  # pylint: disable=import-outside-toplevel
+
+        wgrad, bgrad, *_ = gemm(*tensors)
+        pairs = []
+        with torch.enable_grad():
+            if not self.fuse_wgrad_accumulation:
+                pairs.append((noop_cat(self._get_weight_tensors()), wgrad))
+            if self.use_bias and bgrad is not None and bgrad.numel():
+                pairs.append((noop_cat([getattr(self, name) for name in self.bias_names]), bgrad))
         return pairs
 
     def delayed_main_half(self, groups: dict[str, Group]) -> MainHalf | None:
