@@ -4,6 +4,7 @@
     python ci/results.py record --xml build/xml --out results/2026-11-30-h200-tests.json
     python ci/results.py tables            # writes the tables into the documents
     python ci/results.py tables --check    # fails when they are not up to date
+    python ci/results.py prove             # each patch's tests fail on stock, pass here
 
 A results file holds the versions, the device, the commit, the command and the
 outcome of every test. The tables stand between two marker comments in the
@@ -227,6 +228,37 @@ def tables(options: argparse.Namespace) -> None:
     print("tables are up to date" if not stale else "written: " + ", ".join(stale))
 
 
+def prove(_options: argparse.Namespace) -> None:
+    """Every ``Test:`` of a patch fails on stock and passes on the fork, in the newest results."""
+    stock, fork, gpu = (latest(what) for what in ("stock-cpu", "fork-cpu", "fork-gpu"))
+    if stock is None or fork is None:
+        raise SystemExit("error: no stock-cpu and fork-cpu results\n  next: CONTRIBUTING.md")
+    problems, number = [], 0
+    for path in sorted((ROOT / "patches").glob("**/*.patch")):
+        for test in re.findall(r"^Test: tests/pytorch/(\S+)$", path.read_text(), re.M):
+            number += 1
+            before, after, device = (
+                {
+                    n: o
+                    for n, o in (run or {"tests": {}})["tests"].items()
+                    if n.split("[")[0] == test
+                }
+                for run in (stock, fork, gpu)
+            )
+            ran = [o for o in before.values() if not o.startswith("skipped")]
+            if not before or not after:
+                problems.append(f"{path.name}: {test} is not in the results")
+            elif ran and set(ran) != {"failed"}:
+                problems.append(f"{path.name}: {test} passes on stock {ran.count('passed')} times")
+            elif "failed" in (*after.values(), *device.values()):
+                problems.append(f"{path.name}: {test} fails on the fork")
+            elif "passed" not in (*after.values(), *device.values()):
+                problems.append(f"{path.name}: {test} never ran on the fork")
+    if problems:
+        raise SystemExit("error: " + "\n  ".join(problems))
+    print(f"{number} tests named by patches: fail on stock, pass on the fork")
+
+
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(
@@ -244,6 +276,8 @@ def main() -> None:
     two = verbs.add_parser("tables", help="write the tables into the documents")
     two.add_argument("--check", action="store_true", help="change nothing; fail on a difference")
     two.set_defaults(call=tables)
+    three = verbs.add_parser("prove", help="the tests that patches name tell stock from fork")
+    three.set_defaults(call=prove)
     options = parser.parse_args()
     options.call(options)
 
