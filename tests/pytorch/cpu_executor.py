@@ -53,6 +53,7 @@ def install() -> None:
     # Triton and the JIT fusers compile for a GPU; TE then runs them as plain Python.
     os.environ["NVTE_TORCH_COMPILE"] = "0"
     torch.accelerator.current_device_index = lambda: 0
+    torch.accelerator.current_stream = lambda *_a: _Stream()
     import transformer_engine.pytorch  # noqa: F401  pylint: disable=import-outside-toplevel,unused-import
 
     _replace_entry_points(sys.modules["transformer_engine_torch"])
@@ -86,6 +87,10 @@ class _Stream:
     def query(self) -> bool:
         """Done."""
         return True
+
+    def is_capturing(self) -> bool:
+        """No graph is captured here."""
+        return False
 
     def elapsed_time(self, _end) -> float:
         """Nothing is timed here."""

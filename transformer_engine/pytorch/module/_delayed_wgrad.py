@@ -165,6 +165,8 @@ class Piece:
                 )
         done = self.gemm(*self.tensors, target, accumulate=group.fused and group.accumulates())
         bgrads = list(done[1]) if isinstance(done, tuple) and done[1] is not None else []
+        if bgrads and bgrads[0] is not None and group.biases and group.biases[0].dim() == 2:
+            bgrads = [torch.stack(bgrads)]  # one parameter [groups, out]
         return [None] * len(outputs) if group.fused else outputs, bgrads
 
 
@@ -773,21 +775,13 @@ class DelayedWgradMixin:
             bias_in_main=self.bias_in_main_half(),
         )
 
-    def grouped_main_half(self, weights, biases, first_microbatch, output_quantizers):
-        """The same for a grouped GEMM: one or ``num_gemms`` weights and biases."""
+    def grouped_main_half(self, weights, biases, first_microbatch, native):
+        """The same for a grouped GEMM: one or ``num_gemms`` weights and biases.
+
+        The native grouped-tensor path reduces dY itself.
+        """
         if not self.need_backward_dw():
             return None
-        # pylint: disable=import-outside-toplevel
-        from .grouped_linear import is_cpu_offload_enabled, is_module_grouped_tensor_path_supported
-
-        recipe = FP8GlobalStateManager.get_fp8_recipe() if self.fp8 else None
-        # The native grouped-tensor path reduces dY itself.
-        native = (
-            self.use_grouped_tensor
-            and not (self.fp8_calibration or is_cpu_offload_enabled())
-            and all(quantizer is None for quantizer in output_quantizers)
-            and is_module_grouped_tensor_path_supported(recipe, self.activation_dtype)
-        )
         group = Group(
             weights,
             biases if self.apply_bias else [],

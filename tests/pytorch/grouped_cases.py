@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Grouped linear layers with one parameter or one an expert, on the same numbers."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+
+import torch
+
+import transformer_engine.pytorch as te
+
+GROUPS, OUT, IN = 4, 256, 128
+SPLITS = [128, 0, 64, 32]
+ROWS = sum(SPLITS)
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+HAS_GPU = "cpu_executor" not in sys.modules
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One way to train.
+
+    Parameters
+    ----------
+    kind : str
+        "module" or "ops".
+    bias : str
+        "none", "separate" or "single" (which is separate in the reference).
+    single_weight : bool
+        False tests a single bias beside separate weights.
+    frozen : str
+        "", "weight", "bias" or "weight bias".
+    fuse, delay : bool
+        main_grad; backward_dw().
+    main_grad : str
+        "same", "flat", "2d" or "band": a slice of a larger buffer.
+    splits : tuple or None
+        Token counts; None for SPLITS.
+    device_splits : bool
+        Splits on the device, not a list.
+    extra : dict
+        More constructor arguments.
+    """
+
+    kind: str = "module"
+    bias: str = "separate"
+    single_weight: bool = True
+    frozen: str = ""
+    fuse: bool = False
+    delay: bool = False
+    main_grad: str = "same"
+    dtype: torch.dtype = torch.bfloat16
+    splits: tuple | None = None
+    device_splits: bool = False
+    extra: dict = dataclasses.field(default_factory=dict)
+
+
+def build(case: Case, device, *, single: bool, init=contextlib.nullcontext):
+    """A layer with seeded parameters; ``single=False`` is the reference."""
+    module = case.kind == "module"
+    names = ("params_dtype", "fuse_wgrad_accumulation") if module else ("dtype", None)
+    extra = {names[0]: case.dtype, **case.extra}
+    extra["fuse_wgrad_accumulation" if module else "accumulate_into_main_grad"] = case.fuse
+    if single:
+        extra["single_grouped_weight"] = case.single_weight
+        extra["single_grouped_bias"] = case.bias == "single"
+    cls = te.GroupedLinear if module else te.ops.GroupedLinear
+    with init():
+        layer = cls(
+            GROUPS,
+            IN,
+            OUT,
+            bias=case.bias != "none",
+            device=device,
+            delay_wgrad_compute=case.delay,
+            **extra,
+        )
+    fill(layer)
+    for name, param in layer.named_parameters():
+        param.requires_grad_(name.rstrip("0123456789") not in case.frozen.split())
+    return layer
+
+
+def numbers(shape, seed: int) -> torch.Tensor:
+    """Seeded numbers, the same on every device."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def fill(layer) -> None:
+    """The same numbers for one parameter as for one an expert."""
+    values = {"weight": numbers((GROUPS, OUT, IN), 5) * 0.1, "bias": numbers((GROUPS, OUT), 6)}
+    with torch.no_grad():
+        for name, param in layer.named_parameters():
+            stem = name.rstrip("0123456789")
+            value = values[stem] if name == stem else values[stem][int(name[len(stem) :])]
+            param.copy_(value.to(device=param.device, dtype=param.dtype))
+
+
+def inputs(device, count=2, dtype=torch.bfloat16, rows=ROWS) -> list[torch.Tensor]:
+    """Seeded inputs ``[rows, IN]``."""
+    return [numbers((rows, IN), 40 + i).to(dtype).to(device).requires_grad_() for i in range(count)]
+
+
+def call(layer, x, splits=None, **extra):
+    """The layer's output; splits as the kind's callers usually give them."""
+    splits = SPLITS if splits is None else splits
+    if isinstance(layer, te.GroupedLinear):
+        return layer(x, splits if isinstance(splits, torch.Tensor) else list(splits), **extra)
+    return layer(x, torch.as_tensor(splits, dtype=torch.int64, device=x.device))
+
+
+def loss_of(out) -> torch.Tensor:
+    """A loss whose gradient differs from element to element."""
+    return (out.float() * out.float().detach().sin()).sum()
+
+
+def packed(layer, stem: str, of=lambda param: param) -> torch.Tensor | None:
+    """``of(parameter)`` of the one parameter, or of the experts' ones, stacked."""
+    single = getattr(layer, stem, None)
+    if single is not None:
+        return of(single)
+    found = [getattr(layer, f"{stem}{i}", None) for i in range(GROUPS)]
+    found = [None if param is None or not param.numel() else of(param) for param in found]
+    return None if found[0] is None else torch.stack([f.detach() for f in found])
+
+
+def plain(param) -> torch.Tensor:
+    """A parameter's values as a plain tensor."""
+    return torch.stack([v.detach() for v in param.unbind()]) if param.dim() == 3 else param + 0
+
+
+def gradients(layer) -> dict:
+    """``.grad`` by stem, as one tensor; None where there is none."""
+    return {stem: packed(layer, stem, lambda p: p.grad) for stem in ("weight", "bias")}
+
+
+def give_main_grads(layer, layout="same", value=0.25, **attributes) -> list[torch.Tensor]:
+    """An fp32 main_grad for each weight in a layout of its own; the buffers with their guards."""
+    buffers = []
+    for name, param in layer.named_parameters():
+        if not name.startswith("weight"):
+            continue
+        guard = 32 if layout == "band" else 0
+        buffer = torch.full((param.numel() + 2 * guard,), value, device=param.device)
+        part = buffer[guard : guard + param.numel()]
+        shapes = {"flat": (-1,), "2d": (-1, IN)}
+        param.main_grad = part.view(shapes.get(layout, tuple(param.shape)))
+        for key, attribute in attributes.items():
+            setattr(param, key, attribute)
+        buffers.append(buffer)
+    return buffers
+
+
+def train(case: Case, device, *, single: bool, init=contextlib.nullcontext, autocast=None, **late):
+    """Two microbatches; outputs and gradients by name, one tensor a parameter."""
+    layer = build(case, device, single=single, init=init)
+    buffers = give_main_grads(layer, case.main_grad if single else "same") if case.fuse else []
+    rows = sum(case.splits or SPLITS)
+    seen = {}
+    for number, x in enumerate(inputs(device, 2, case.dtype, rows)):
+        with autocast() if autocast else contextlib.nullcontext():
+            splits = case.splits or SPLITS
+            if case.device_splits:
+                splits = torch.tensor(splits, dtype=torch.int64, device=x.device)
+            out = call(layer, x, splits, **late)
+        out = out[0] if isinstance(out, tuple) else out
+        loss_of(out).backward()
+        seen |= {f"out{number}": out.detach(), f"dx{number}": x.grad}
+        if case.delay:
+            before = gradients(layer)["weight"]
+            assert number or before is None, "a gradient before backward_dw()"
+            while layer.pending_backward_dw:
+                layer.backward_dw()
+    seen |= gradients(layer)
+    if case.fuse:
+        guard = 32 if single and case.main_grad == "band" else 0
+        for buffer in buffers:
+            edges = torch.cat([buffer[:guard], buffer[buffer.numel() - guard :]])
+            assert torch.equal(edges, torch.full_like(edges, 0.25)), "written outside main_grad"
+        seen["main_grad"] = torch.cat([b[guard : b.numel() - guard] for b in buffers])
+    return layer, seen
+
+
+def assert_same(got: dict, want: dict) -> None:
+    """The same names, and the same bits."""
+    assert got.keys() == want.keys()
+    for name, value in want.items():
+        assert (got[name] is None) == (value is None), f"{name}: {got[name]} against {value}"
+        if value is not None:
+            assert got[name].shape == value.shape and got[name].dtype == value.dtype, name
+            assert torch.isfinite(value).all(), f"{name} is not finite"
+            assert torch.equal(got[name], value), f"{name} differs"

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What makes a grouped tensor usable as a parameter: assignment, copies, optimizers.
+
+The values lie either in the packed buffers of :class:`GroupedTensorStorage`,
+of which ``quantized_tensors`` are views, or, where there is no packed layout
+for the quantizer, in ``quantized_tensors`` themselves.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import torch
+
+from ..quantized_tensor import QuantizedTensor
+
+__all__ = ["PackedParameterMixin", "is_quantized", "plain"]
+
+_BUFFERS = (
+    "rowwise_data", "columnwise_data", "scale_inv", "columnwise_scale_inv", "amax",
+    "columnwise_amax", "scale", "first_dims", "last_dims", "tensor_offsets",
+)  # fmt: skip
+_FACTS = (
+    "num_tensors", "quantizer", "tensor_shapes", "fake_dtype", "offsets", "scale_inv_offsets",
+    "columnwise_scale_inv_offsets", "logical_shape", "_with_gemm_swizzled_scales",
+    "row_scaled_nvfp4", "nvfp4_use_4over6", "nvfp4_e4m3_max",
+)  # fmt: skip
+
+
+def _shell(cls: type, shape, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A contiguous ``cls`` without memory of its own."""
+    return torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=device)
+
+
+class PackedParameterMixin:
+    """For ``GroupedTensor``."""
+
+    @classmethod
+    def from_members(cls, members: Sequence[torch.Tensor], quantizer) -> torch.Tensor:
+        """Group quantized tensors that keep memory and quantizers of their own.
+
+        Parameters
+        ----------
+        members : sequence of QuantizedTensor
+            Of one shape ``[out, in]`` and one dtype.
+        quantizer : Quantizer
+            The first member's.
+
+        Returns
+        -------
+        GroupedTensor
+            ``[len(members), out, in]``, without a packed buffer.
+        """
+        lead = members[0]
+        rows, columns = lead.shape
+        grouped = _shell(cls, (len(members), rows, columns), lead.dtype, lead.device)
+        cls._initialize_storage_fields(
+            grouped,
+            (len(members) * rows, columns),
+            lead.dtype,
+            num_tensors=len(members),
+            shapes=[(rows, columns)] * len(members),
+            quantizer=quantizer,
+        )
+        grouped.quantized_tensors = list(members)
+        return grouped
+
+    @property
+    def members(self) -> Sequence[torch.Tensor]:
+        """One tensor an expert, which shares the memory of this one."""
+        if self.quantizer is None:
+            return self.rowwise_data.view(self.shape).unbind()
+        if self.quantized_tensors is None:
+            self.quantized_tensors = self.split_into_quantized_tensors()
+        return self.quantized_tensors
+
+    def _is_packed(self) -> bool:
+        return self.rowwise_data is not None or self.columnwise_data is not None
+
+    def _set_data(self, tensor: torch.Tensor) -> None:
+        """``param.data = tensor``: the kernels read that memory from now on.
+
+        Quantized parameters take the values instead.
+
+        Raises
+        ------
+        RuntimeError
+            Where the tensor's size or layout does not fit.
+        """
+        grouped = isinstance(tensor, PackedParameterMixin)
+        fits = tensor.shape == self.shape if grouped else tensor.numel() == self.numel()
+        if not fits or not tensor.is_contiguous():
+            raise RuntimeError(
+                f"A grouped parameter of shape {tuple(self.shape)} can take the data of a "
+                f"contiguous tensor with {self.numel()} elements, not of one with shape "
+                f"{tuple(tensor.shape)} and strides {tensor.stride()}."
+            )
+        if grouped:
+            for name in (*_BUFFERS, *_FACTS, "quantized_tensors"):
+                setattr(self, name, getattr(tensor, name))
+        elif self.quantizer is not None:
+            self.quantize_(tensor)
+            return
+        else:
+            self.rowwise_data = tensor.detach().view(-1)
+            self.fake_dtype = tensor.dtype
+            self.quantized_tensors = self.split_into_quantized_tensors()
+        if self.dtype != tensor.dtype or self.device != tensor.device:
+            shell = _shell(type(self), self.shape, tensor.dtype, tensor.device)
+            torch.Tensor.data.__set__(self, shell)  # pylint: disable=unnecessary-dunder-call
+
+    data = property(lambda self: torch.Tensor.data.__get__(self), _set_data)
+
+    def quantize_(self, tensor: torch.Tensor, *, noop_flag=None) -> torch.Tensor:
+        """Overwrite the values with those of ``tensor``, ``[groups, ...]`` or flat."""
+        values = tensor.detach().reshape(self.shape)
+        with torch.no_grad():
+            if self.quantizer is None:
+                self.rowwise_data.view(self.shape).copy_(values)
+            else:
+                for member, value in zip(self.members, values.unbind()):
+                    member.quantize_(value, noop_flag=noop_flag)
+        return self
+
+    def dequantize(self, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The values as a plain tensor ``[groups, ...]``; a view where they lie in one."""
+        dtype = self.dtype if dtype is None else dtype
+        if self.quantizer is None:
+            return self.rowwise_data.view(self.shape).to(dtype)
+        return torch.stack([member.dequantize(dtype=dtype) for member in self.members])
+
+    def __deepcopy__(self, memo: dict) -> torch.Tensor:
+        if id(self) in memo:
+            return memo[id(self)]
+        if not self.is_leaf:
+            raise RuntimeError("Only grouped tensors that are leaves can be deep-copied.")
+        out = _shell(type(self), self.shape, self.dtype, self.device)
+        memo[id(self)] = out
+        for name in _FACTS:
+            setattr(out, name, copy.copy(getattr(self, name)))
+        if self.quantizer is not None:
+            out.quantizer = self.quantizer.copy()
+        for name in _BUFFERS:
+            setattr(out, name, copy.deepcopy(getattr(self, name), memo))
+        out.quantized_tensors = (
+            out.split_into_quantized_tensors()
+            if self._is_packed()
+            else [copy.deepcopy(member, memo) for member in self.members]
+        )
+        out.requires_grad_(self.requires_grad)
+        if getattr(self, "_is_param", False):
+            out._is_param = True
+        return out
+
+    def __reduce_ex__(self, protocol):
+        # A checkpoint holds plain tensors: it loads without this class, and in either layout.
+        if self.quantizer is None and self._is_packed() and not getattr(self, "_is_param", False):
+            return self.rowwise_data.view(self.shape).__reduce_ex__(protocol)
+        return super().__reduce_ex__(protocol)
+
+
+def is_quantized(tensor: torch.Tensor) -> bool:
+    """Whether a parameter is quantized, a grouped one included."""
+    if isinstance(tensor, PackedParameterMixin):
+        return tensor.quantizer is not None
+    return isinstance(tensor, QuantizedTensor)
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a parameter, for kernels that take plain tensors."""
+    if isinstance(tensor, PackedParameterMixin) and tensor.quantizer is None:
+        return tensor.rowwise_data.view(tensor.shape)
+    return tensor
