@@ -30,6 +30,7 @@ class Experts(Step):
         self, *, single: bool, fuse: bool
     ) -> None:  # pylint: disable=super-init-not-called
         import torch
+
         import transformer_engine.pytorch as te
 
         self.delay, self.fuse = False, fuse
