@@ -48,8 +48,10 @@ _STRICT = "NVTE_GROUPED_LINEAR_STRICT"
 # --- parameters -------------------------------------------------------------
 
 
-def members(params: Sequence, packed: bool = True, quantized_compute: bool = True) -> Sequence:
-    """The parameters that the split path computes with, one an expert.
+def members(
+    params: Sequence, packed: bool = True, quantized_compute: bool | None = None
+) -> Sequence:
+    """The parameters of the split path, one an expert.
 
     Parameters
     ----------
@@ -57,8 +59,9 @@ def members(params: Sequence, packed: bool = True, quantized_compute: bool = Tru
         One parameter ``[groups, ...]`` where ``packed``, else one an expert.
     packed : bool
         Whether ``params`` holds the one parameter.
-    quantized_compute : bool
-        False dequantizes quantized members.
+    quantized_compute : bool, optional
+        For the operands of a GEMM: True gives them scales where cuBLAS wants
+        them, False dequantizes. None gives the members themselves.
 
     Returns
     -------
@@ -70,9 +73,28 @@ def members(params: Sequence, packed: bool = True, quantized_compute: bool = Tru
     (param,) = params
     if not isinstance(param, GroupedTensor):
         return param.detach().unbind()
-    if quantized_compute or param.quantizer is None:
+    if quantized_compute is None or param.quantizer is None:
         return param.members
+    if quantized_compute:
+        return _with_aligned_scales(param)
     return [m.dequantize() if isinstance(m, QuantizedTensorStorage) else m for m in param.members]
+
+
+def _with_aligned_scales(param: GroupedTensor) -> Sequence[torch.Tensor]:
+    """The members, for per-tensor scaling with scales at 16-byte boundaries.
+
+    The packed buffer holds one fp32 scale an expert, side by side; cuBLAS takes
+    a pointer to each, and refuses those that are not aligned.
+    """
+    found = param.members
+    if not isinstance(param.quantizer, Float8CurrentScalingQuantizer) or param.scale_inv is None:
+        return found
+    scales = torch.empty(len(found), 4, dtype=torch.float32, device=param.device)
+    scales[:, 0].copy_(param.scale_inv)
+    aligned = [type(member).make_like(member) for member in found]
+    for member, scale in zip(aligned, scales):
+        member._scale_inv = scale[:1]
+    return aligned
 
 
 def lead(params: Sequence) -> torch.Tensor:
