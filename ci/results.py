@@ -203,7 +203,92 @@ def benchmark_table() -> str:
     return "\n".join(lines)
 
 
-TABLES = {"contract-a": contract_table, "benchmark-delayed_wgrad": benchmark_table}
+def runs_table() -> str:
+    """One line a run: what ran where, and how it ended."""
+    lines = ["| run | passed | failed | skipped | on |", "|---|---|---|---|---|"]
+    for what, title in (
+        ("stock-cpu", "the same tests on stock, CPU executor"),
+        ("fork-cpu", "fork, CPU executor"),
+        ("fork-gpu", "fork, GPU"),
+        ("fork-2gpu", "fork, two GPUs: DistributedDataParallel"),
+    ):
+        report = latest(what)
+        if report is None:
+            continue
+        count = Counter(outcome.split(":")[0] for outcome in report["tests"].values())
+        v = report["versions"]
+        lines.append(
+            f"| {title} | {count['passed']} | {count['failed']} | {count['skipped']} | "
+            f"{v['device']}, TE {v['transformer_engine']}, torch {v['torch']}, Python {v['python']}; "
+            f"{report['date']}, `{report['commit']}`, `{report['command']}` |"
+        )
+    return "\n".join(lines)
+
+
+def single_weight_tests() -> str:
+    """Each test of single grouped weights: passed/run on stock, the CPU run, the GPU run."""
+    runs = [latest(what) for what in ("stock-cpu", "fork-cpu", "fork-gpu")]
+    names = {
+        name.split("[")[0]
+        for run in runs[1:]
+        if run is not None
+        for name in run["tests"]
+        if name.startswith("test_single_grouped_weight")
+    }
+    lines = ["| test | stock (CPU) | fork (CPU) | fork (GPU) |", "|---|---|---|---|"]
+    for test in sorted(names):
+        cells = []
+        for run in runs:
+            tests = {} if run is None else run["tests"]
+            found = {n: outcome for n, outcome in tests.items() if n.split("[")[0] == test}
+            cells.append(cell(found) or "–")
+        file, name = test.split("::")
+        lines.append(f"| [{name}](../tests/pytorch/{file}) | " + " | ".join(cells) + " |")
+    refused = Counter(
+        outcome.split(": ", 1)[1]
+        for name, outcome in (runs[2] or {"tests": {}})["tests"].items()
+        if name.startswith("test_single_grouped_weight") and outcome.startswith("skipped")
+    )
+    lines += ["", "Not run on the GPU, and why:", ""]
+    for reason, number in refused.most_common():
+        reason = re.sub(r"/[^ ]*/", "", reason.removeprefix("Skipped: ")).split("\n")[0][:160]
+        lines.append(f"- {number}: {reason}")
+    return "\n".join(lines)
+
+
+def single_weight_table() -> str:
+    """One packed weight against separate ones, from the newest benchmark file."""
+    report = latest("benchmark-single_grouped_weight")
+    if report is None:
+        return "Not measured yet."
+    env = report["environment"]
+    lines = [
+        f"{env['gpu']}, driver {env['driver']}, CUDA {env['cuda']}, torch {env['torch']}, "
+        f"TE {env['transformer_engine']}, {env['date']}, commit `{env['commit']}`: "
+        f"`{env['command']}`, median of {env['rounds']} steps, forward + backward.",
+        "",
+        "| layer | | device ms, separate | single | ratio | separate again | host ms, separate |"
+        " single | ratio |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in report["rows"]:
+        device, host = row["separate_device_ms"], row["separate_host_ms"]
+        lines.append(
+            f"| {row['name']} | {'fused' if row['fused'] else ''} | {device:.3f} "
+            f"| {row['single_device_ms']:.3f} | {row['single_device_ms'] / device:.3f} "
+            f"| {row['again_device_ms'] / device:.3f} | {host:.3f} | {row['single_host_ms']:.3f} "
+            f"| {row['single_host_ms'] / host:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+TABLES = {
+    "runs": runs_table,
+    "contract-b": single_weight_tests,
+    "benchmark-single_grouped_weight": single_weight_table,
+    "contract-a": contract_table,
+    "benchmark-delayed_wgrad": benchmark_table,
+}
 
 
 def tables(options: argparse.Namespace) -> None:
