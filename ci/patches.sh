@@ -5,3 +5,6 @@ source "$(dirname "$0")/env.sh"
 "$PYTHON" -m build_tools apply
 "$PYTHON" -m build_tools export --check
 "$PYTHON" -m build_tools lint
+# The tables in the documents are those of results/, and each patch's tests tell stock from fork.
+"$PYTHON" ci/results.py tables --check
+"$PYTHON" ci/results.py prove
