@@ -114,7 +114,12 @@ def version_of(name: str) -> str:
 
 def extension_key(tree: Path, facts: dict[str, str]) -> str:
     """Hash over everything the compiled extension depends on: the C++ sources and `compile_facts`."""
-    sources = [p for p in (tree / "transformer_engine").rglob("*") if p.suffix in CXX_SUFFIXES]
+    # The grouped wgrad kernels are a library of their own: the unpatched extension is the same.
+    sources = [
+        p
+        for p in (tree / "transformer_engine").rglob("*")
+        if p.suffix in CXX_SUFFIXES and "wgrad_kernels" not in p.parts
+    ]
     return hash_files(sources, tree, json.dumps(facts, sort_keys=True))
 
 
