@@ -172,6 +172,73 @@ def test_a1_entry_of_other_code(kind, device):
         assert (getattr(module, name).grad == 3.0).all()
 
 
+def test_a1_tied_operations_of_both_sorts(device):
+    """A delayed operation and a regular one in one pipeline share their weights."""
+    te = pytest.importorskip("transformer_engine.pytorch")
+    kind = "ops_grouped"
+
+    def scenario(delay):
+        first, second = make(kind, device, delay=delay), make(kind, device, delay=False)
+        tie(kind, first, second)
+        (x,) = inputs(device)
+        splits = torch.tensor([32, 0, 24, 8], dtype=torch.int64, device=device)
+        loss_of(te.ops.Sequential(first, second)(x * 0.1, splits, splits)).backward()
+        if delay:
+            first.backward_dw()
+        return grads(first)
+
+    got, want = both(scenario)
+    for name, grad in want.items():
+        # regular sums the two before it rounds into .grad; two addends commute.
+        assert torch.equal(got[name], grad), name
+
+
+@every_kind
+def test_a1_weights_exchanged_after_the_forward(kind, device):
+    """The gradient goes to the parameters of the forward."""
+
+    def scenario(delay):
+        module = make(kind, device, delay=delay)
+        names = weight_names(kind, module)
+        old = {n: getattr(module, n) for n in names}
+        out = loss_of(run(kind, module, inputs(device)[0]))
+        for name in names:
+            setattr(module, name, torch.nn.Parameter(torch.zeros_like(old[name])))
+        out.backward()
+        if delay:
+            module.backward_dw()
+        assert all(getattr(module, n).grad is None for n in names)
+        return {n: p.grad for n, p in old.items()}
+
+    assert_same(*both(scenario))
+
+
+@pytest.mark.parametrize("kind", ["linear", "layernorm_linear", "layernorm_mlp", "grouped"])
+def test_a1_computed_weight_used_twice(kind, device):
+    """Weights need not be leaves: two contributions go through what computed them."""
+
+    def scenario(delay):
+        module = make(kind, device, delay=delay)
+        leaves = {n: torch.nn.Parameter(p.detach().clone()) for n, p in module.named_parameters()}
+        values = {n: p.tanh() for n, p in leaves.items()}
+        total = 0
+        for x in inputs(device, 2):
+            args = (x, [32, 0, 24, 8]) if kind == "grouped" else (x,)
+            total = total + loss_of(torch.func.functional_call(module, values, args))
+        total.backward(retain_graph=True)
+        if delay:
+            module.backward_dw()
+            module.backward_dw()
+        return {n: p.grad for n, p in leaves.items()}
+
+    got, want = both(scenario)
+    for name, grad in want.items():
+        # One rounding more: the contributions are accumulated after the tanh, not before it.
+        assert got[name] is not None, name
+        step = 4 * torch.finfo(grad.dtype).eps
+        torch.testing.assert_close(got[name], grad, rtol=step, atol=step * grad.abs().max().item())
+
+
 # --- A2: nothing before backward_dw -----------------------------------------
 
 
@@ -416,6 +483,23 @@ def test_a6_frozen(kind, which, device):
             module.backward_dw()
             assert module.pending_backward_dw == 0
         assert all(getattr(module, name).grad is None for name in frozen)
+        return grads(module)
+
+    assert_same(*both(scenario), missing=True)
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_a6_unfrozen_after_the_forward(name, device):
+    """What was frozen in the forward has no contribution."""
+
+    def scenario(delay):
+        module = make("linear", device, delay=delay)
+        getattr(module, name).requires_grad_(False)
+        out = loss_of(run("linear", module, inputs(device)[0]))
+        out.backward()
+        getattr(module, name).requires_grad_(True)
+        if delay:
+            module.backward_dw()
         return grads(module)
 
     assert_same(*both(scenario), missing=True)
@@ -825,6 +909,41 @@ def test_a12_queue_pickles_and_reads():
     with pytest.raises(RuntimeError, match="1 delayed weight gradients are pending"):
         pickle.dumps(queue)
     assert queue.get() == "contribution" and queue.empty()
+
+
+@every_kind
+def test_a12_upstream_graph_is_not_kept(kind, device):
+    """A pending contribution keeps its operands, not the graph that made them."""
+
+    class Upstream(torch.autograd.Function):
+        """Identity that saves something large."""
+
+        @staticmethod
+        def forward(ctx, x):
+            ctx.large = torch.zeros(1000)
+            alive.append(weakref.ref(ctx.large))
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad
+
+    alive = []
+    module = make(kind, device, delay=True)
+    loss_of(run(kind, module, Upstream.apply(inputs(device)[0]))).backward()
+    gc.collect()
+    assert module.pending_backward_dw == 1 and alive[0]() is None
+    module.backward_dw()
+
+
+def test_a12_pop_of_the_store(device):
+    """``wgrad_store.pop`` runs the oldest entry and hands its gradients over."""
+    module, regular = (make("linear", device, delay=delay) for delay in (True, False))
+    for one in (module, regular):
+        backward("linear", one, inputs(device)[0])
+    (wgrad, bgrad, *_), operands = module.wgrad_store.pop()
+    assert torch.equal(wgrad, regular.weight.grad) and torch.equal(bgrad, regular.bias.grad)
+    assert len(operands) == 2 and module.pending_backward_dw == 0
 
 
 # --- A14: refused before anything changes -----------------------------------

@@ -21,6 +21,7 @@ CASES = {
     "copy": (8, 1, True, {"gradient_as_bucket_view": False}),
     "small-buckets": (8, 1, True, {**VIEW, "bucket_cap_mb": 0.001}),
     "no-sync": (8, 2, False, VIEW),
+    "no-sync-delivered-late": (8, 2, False, VIEW),
 }
 
 
@@ -54,7 +55,7 @@ class Model(torch.nn.Module):
             module.backward_dw()
 
 
-def train(delay, rank, device, steps, accumulation, tied, options):
+def train(name, delay, rank, device, steps, accumulation, tied, options):
     """Parameters after ``steps`` steps of SGD, ``accumulation`` microbatches each."""
     model = Model(delay, tied, device)
     ids = [device] if device.type == "cuda" and torch.cuda.device_count() > 1 else None
@@ -67,6 +68,9 @@ def train(delay, rank, device, steps, accumulation, tied, options):
             x = torch.randn(ROWS, SIZE, generator=generator).to(torch.bfloat16).to(device)
             ddp.require_backward_grad_sync = micro == accumulation - 1
             ddp(x).float().square().mean().backward()
+            if not name.endswith("late"):
+                model.backward_dw()
+        for _ in range(accumulation if name.endswith("late") else 0):
             model.backward_dw()
         optimizer.step()
     return [param.detach().cpu().clone() for param in model.parameters()]
@@ -84,7 +88,7 @@ def worker(rank, folder):
         "nccl" if nccl else "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2
     )
     results = {
-        name: {delay: train(delay, rank, device, *case) for delay in (True, False)}
+        name: {delay: train(name, delay, rank, device, *case) for delay in (True, False)}
         for name, case in CASES.items()
     }
     torch.save(results, f"{folder}/{rank}.pt")

@@ -108,6 +108,13 @@ def _data_tensors(thing) -> Iterator[torch.Tensor]:
         yield thing
 
 
+def _detached(thing):
+    """Plain tensors without the autograd graph that made them, which they would keep alive."""
+    if isinstance(thing, (list, tuple)):
+        return [_detached(item) for item in thing]
+    return thing.detach() if type(thing) is torch.Tensor and thing.requires_grad else thing
+
+
 class Piece:
     """One stored GEMM (grouped or not) and the parameters that it serves.
 
@@ -124,7 +131,7 @@ class Piece:
     """
 
     def __init__(self, tensors: list, gemm: Callable, group: Group) -> None:
-        self.tensors, self.gemm, self.group = tensors, gemm, group
+        self.tensors, self.gemm, self.group = _detached(tensors), gemm, group
         self.result: tuple | None = None
 
     def run(self) -> tuple[list, list]:
@@ -197,14 +204,16 @@ class Group:
         self.weights, self.biases = list(weights), list(biases)
         self.layout, self.fused, self.dtype = layout, fused, dtype
         self.first_microbatch, self.bias_in_main = first_microbatch, bias_in_main
+        # As in the forward: what was frozen then has no contribution.
+        self.wanted = {id(t) for t in (*self.weights, *self.biases) if t.requires_grad}
 
     def held(self) -> list[torch.Tensor]:
         """Parameters that the main half must not have edges to."""
         return self.weights if self.bias_in_main else self.weights + self.biases
 
     def trained(self) -> list[torch.Tensor]:
-        """Weights that are not frozen now."""
-        return [weight for weight in self.weights if weight.requires_grad]
+        """Weights that were not frozen in the forward and are not now."""
+        return [w for w in self.weights if id(w) in self.wanted and w.requires_grad]
 
     def main_grads(self) -> list[torch.Tensor]:
         """``main_grad`` of each weight, asked for now and checked before a kernel writes it.
@@ -298,12 +307,18 @@ class Contribution:
             if group.fused:
                 pairs += zip(group.trained(), group.mark_main_grads())
             else:
-                pairs += zip(group.weights, wgrads)
-            pairs += ((b, g) for b, g in zip(group.biases, bgrads) if g is not None and g.numel())
+                pairs += ((w, g) for w, g in zip(group.weights, wgrads) if id(w) in group.wanted)
+            made = ((b, g) for b, g in zip(group.biases, bgrads) if g is not None and g.numel())
+            pairs += ((b, g) for b, g in made if id(b) in group.wanted)
         pairs += self.ready
         self.fused_groups = [group for group, *_ in done if group.fused]
         self.pieces, self.ready = [], []
-        return pairs if self.share is None else self.share.settle(pairs)
+        return _join_owed(pairs) if self.share is None else self.share.settle(pairs)
+
+    def __iter__(self) -> Iterator:
+        # WeightGradStore.pop unpacks an entry into operands and a function of them.
+        yield [tensor for piece in self.pieces for tensor in piece.tensors]
+        yield lambda *_: (*(grad for _, grad in self.compute()), None, None)
 
     def _keep_memory(self) -> None:
         """Memory made on another stream is not reused before this one has read it."""
@@ -357,16 +372,18 @@ def accumulate(pairs: list[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
     # the work. Inside a backward the thread is the engine's already.
     inside = torch._C._current_graph_task_id() != -1
     if inside:
-        _engine_run(half)
+        _engine_run(half, targets)
     else:
         with torch.autograd.set_multithreading_enabled(False):
-            _engine_run(half)
+            _engine_run(half, targets)
 
 
-def _engine_run(half: torch.Tensor) -> None:
+def _engine_run(half: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:
     # torch.autograd.backward without its checks of shapes and types: 40 us a call.
+    # What a weight was computed from may be needed again by its next contribution.
+    keep = any(target.grad_fn is not None for target in targets)
     _engine_run_backward(
-        (half,), (half.detach(),), False, False, (), allow_unreachable=True, accumulate_grad=True
+        (half,), (half.detach(),), keep, False, (), allow_unreachable=True, accumulate_grad=True
     )
 
 
@@ -457,6 +474,18 @@ class DdpShare:
     __del__ = release
 
 
+def _join_owed(pairs: list) -> list:
+    """Add gradients made under ``no_sync`` to a sum that DDP still waits for; the others."""
+    rest = []
+    for param, grad in pairs:
+        entry = param.__dict__.get("_delayed_wgrad_share")
+        if entry is None or grad is None:
+            rest.append((param, grad))
+        else:
+            entry[1] = grad if entry[1] is None else entry[1] + grad.to(entry[1].dtype)
+    return rest
+
+
 # --- the main half ----------------------------------------------------------
 
 
@@ -518,14 +547,17 @@ class MainHalf:
 
     def apply(self, function: type, *args):
         """``function.apply(*args)`` without edges to the parameters of the groups."""
-        hold = {id(t) for group in self.groups.values() for t in group.held()}
-        self.held = {i: a for i, a in enumerate(args) if id(a) in hold}
+        self.held = self._find_held(args)
         args = [None if i in self.held else a for i, a in enumerate(args)]
         anchor = None
         if not any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
             # Nothing else asks for a gradient, but the main half must run.
             anchor = torch.empty(0, device=self.held[min(self.held)].device, requires_grad=True)
         return _without_edges(function).apply(self, anchor, *args)
+
+    def _find_held(self, args: tuple) -> dict[int, torch.Tensor]:
+        hold = {id(t) for group in self.groups.values() for t in group.held()}
+        return {i: a for i, a in enumerate(args) if id(a) in hold}
 
     def bind(self, function: type) -> Callable:
         """``apply`` for one function, called as ``function.apply`` is."""
@@ -565,13 +597,23 @@ class MainHalf:
 class OperationsMainHalf(MainHalf):
     """The same for a fused pipeline of operations, whose operations queue by themselves."""
 
-    def __init__(self, operations: Sequence[DelayedWgradMixin]) -> None:
-        groups = {str(i): op.delayed_group(None) for i, op in enumerate(operations)}
+    def __init__(self, operations: Sequence[DelayedWgradMixin], slots: Sequence[range]) -> None:
+        self.operation_groups = [op.delayed_group(None) for op in operations]
+        groups = {str(i): group for i, group in enumerate(self.operation_groups)}
         super().__init__(PendingWgrads(), groups)
+        self.slots = slots
         self.stores = [op.wgrad_store.context for op in operations]
         if self.share is not None:
             self.share.release()
             self.share = [DdpShare(group.held()) for group in groups.values()]
+
+    def _find_held(self, args: tuple) -> dict[int, torch.Tensor]:
+        # By place: an operation without the delay may have the same weight.
+        found = {}
+        for group, slots in zip(self.operation_groups, self.slots):
+            hold = {id(t) for t in group.held()}
+            found.update({i: args[i] for i in slots if id(args[i]) in hold})
+        return found
 
     def begin(self) -> list[int]:
         """How much was queued before."""
@@ -579,9 +621,14 @@ class OperationsMainHalf(MainHalf):
 
     def commit(self, begun: list[int]) -> None:
         """The operations have queued by themselves."""
-        for store, length, share in zip(self.stores, begun, self.share or ()):
+        shares = self.share or [None] * len(self.stores)
+        for store, length, share, group in zip(self.stores, begun, shares, self.operation_groups):
             if len(store) > length:
-                store.newest().share = share
+                newest = store.newest()
+                newest.share = share
+                # The weights of the forward, which may have been exchanged since.
+                for piece in newest.pieces:
+                    group.dtype, piece.group = piece.group.dtype, group
         self.share = None
 
     def discard(self, begun: list[int]) -> None:
@@ -600,10 +647,16 @@ def apply_operations(function: type, operations: Sequence, *args):
 @torch.compiler.disable
 def _apply_delayed_operations(function: type, operations: Sequence, *args):
     # Outside of what torch.compile traces, as modules are: it would split the halves itself.
-    delayed = [op for op in operations if isinstance(op, DelayedWgradMixin) and op.delays_weights()]
+    delayed, slots = [], []
+    place = 4  # input, fuser, keyword arguments and a flag come before the parameters
+    for op, count in zip(operations, args[1]._basic_op_num_params):
+        if isinstance(op, DelayedWgradMixin) and op.delays_weights():
+            delayed.append(op)
+            slots.append(range(place, place + count))
+        place += count
     if not delayed:
         return function.apply(*args)
-    return OperationsMainHalf(delayed).apply(function, *args)
+    return OperationsMainHalf(delayed, slots).apply(function, *args)
 
 
 # --- what cannot be right ---------------------------------------------------
@@ -701,7 +754,9 @@ class DelayedWgradMixin:
         if not self.need_backward_dw() or not self.pending_backward_dw:
             return
         with get_nvtx_range_context(f"_{type(self).__name__}_wgrad"):
-            accumulate(self._compute_oldest_wgrads())
+            with torch.no_grad():
+                pairs = self._compute_oldest_wgrads()
+            accumulate(pairs)
             self._trigger_wgrad_accumulation_and_reduce_hooks()
 
     def _compute_oldest_wgrads(self) -> list:
