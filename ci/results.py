@@ -45,6 +45,24 @@ ROWS = {
     "a14": "refused before anything changes",
 }
 
+# Why stock passes some tests of delayed gradients; a test that is not here and passes is an error.
+STOCK_PASSES = {
+    "test_a1_interleavings": "`BW` is one contribution to an empty `.grad`; nothing is overwritten",
+    "test_a5_layernorm_mlp_activations": "one contribution; guards each activation's bias gradient",
+    "test_a5_returned_bias": "the module does not add that bias, so nothing of it is delayed",
+    "test_a5_taken_between_the_halves": "stock leaves a bias that was taken alone, but in"
+    " `LayerNormMLP`",
+    "test_a9_inside_a_backward": "one contribution; guards that the engine may be entered again",
+    "test_a10_256_plus_1": "the fused GEMM adds in fp32 in stock too",
+    "test_a10_accumulates_into_main_grad": "operations accumulate fused gradients in stock too",
+    "test_a10_first_microbatch_overwrites": "decided in the main half, which is right with one"
+    " microbatch in flight",
+    "test_a11_module_hooks": "guards names and order that must stay",
+    "test_a11_megatron_ddp": "unfused, one contribution a step, hooks of the module",
+    "test_a11_megatron_fsdp1": "unfused, one contribution a step, hooks of the module",
+    "test_a11_megatron_fsdp2": "unfused, one contribution a step, hooks of the module",
+}
+
 
 def write(path: Path, text: str) -> None:
     """Replace a file in one step."""
@@ -165,6 +183,16 @@ def contract_table() -> str:
             f"[{name.split('::')[1]}](../tests/pytorch/{name.split('::')[0]})" for name in ids[row]
         )
         lines.append(f"- {row.upper()}: {links}")
+    passing = Counter(
+        name.split("::")[1].split("[")[0]
+        for name, outcome in (runs["stock-cpu"] or {"tests": {}})["tests"].items()
+        if re.search(r"::test_a\d+_", name) and outcome == "passed"
+    )
+    lines += ["", "Stock passes these, and why:", ""]
+    for test, count in sorted(passing.items()):
+        if test not in STOCK_PASSES:
+            raise SystemExit(f"error: {test} passes on stock\n  next: say why in STOCK_PASSES")
+        lines.append(f"- {test} ({count}): {STOCK_PASSES[test]}")
     return "\n".join(lines)
 
 

@@ -998,6 +998,30 @@ def test_a14_distributed_weight(kind, device, monkeypatch):
     assert module.pending_backward_dw == 0
 
 
+@pytest.mark.parametrize("kind", ["linear", "layernorm_linear"])
+def test_a14_distributed_part_of_a_weight(kind, device, monkeypatch):
+    """One of the parameters that a weight is put together from has the protocol."""
+    from transformer_engine.pytorch.module import _delayed_wgrad
+
+    parts = {"query_": SIZE // 2, "key_": SIZE // 2}
+    module = make(kind, device, delay=True, parameters_split=parts)
+    monkeypatch.setattr(_delayed_wgrad, "is_distributed_weight", lambda w: w is module.key_weight)
+    with pytest.raises(RuntimeError, match="distributed weights.*delay_wgrad_compute=False"):
+        run(kind, module, inputs(device)[0])
+    assert module.pending_backward_dw == 0
+
+
+def test_a14_setting_that_changes_later(device):
+    """Settings are looked at in every forward."""
+    module = make("linear", device, delay=True)
+    backward("linear", module, inputs(device)[0])
+    module.backward_dw()
+    module.ub_bulk_wgrad = True
+    with pytest.raises(RuntimeError, match="ub_bulk_wgrad=False"):
+        run("linear", module, inputs(device)[0])
+    assert module.pending_backward_dw == 0
+
+
 @pytest.mark.parametrize("kind", ["linear", "layernorm_linear", "layernorm_mlp", "grouped"])
 def test_a14_debug_mode(kind, device, monkeypatch):
     """Debug features look at the weight gradient in the main backward."""

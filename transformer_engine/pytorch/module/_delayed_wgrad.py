@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import functools
 import math
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
@@ -424,65 +425,166 @@ class CapturedWgrads:
             self.module._trigger_wgrad_accumulation_and_reduce_hooks()
 
 
+class _Owed:
+    """What several passes owe to parameters that DDP takes once an iteration.
+
+    One for each parameter, or for parameters that one weight was computed from. It
+    waits for all passes, then autograd gets everything in one run.
+    """
+
+    def __init__(self) -> None:
+        self.leaves: list[torch.Tensor] = []
+        self.passes: weakref.WeakSet = weakref.WeakSet()  # a pass may be forgotten
+        self.pairs: dict[int, list] = {}
+
+    @staticmethod
+    def of(target: torch.Tensor) -> _Owed | None:
+        """The one that ``target`` waits for."""
+        for leaf in _leaves(target):
+            if (found := leaf.__dict__.get("_delayed_wgrad_owed")) is not None:
+                return found
+        return None
+
+    def include(self, target: torch.Tensor, owner: DdpShare) -> None:
+        """Wait for a pass's gradient of ``target`` and of all that it was computed from."""
+        self.passes.add(owner)
+        for leaf in _leaves(target):
+            other = leaf.__dict__.get("_delayed_wgrad_owed")
+            if other is None:
+                self._take([leaf])
+            elif other is not self:
+                self._take(other.leaves)
+                for one in other.passes:
+                    one.owed = [self if owed is other else owed for owed in one.owed]
+                    self.passes.add(one)
+                self.pairs.update(other.pairs)
+
+    def _take(self, leaves: list) -> None:
+        self.leaves += leaves
+        for leaf in leaves:
+            leaf._delayed_wgrad_owed = self
+
+    def add(self, target: torch.Tensor, grad: torch.Tensor | None) -> None:
+        """One contribution; those to the same tensor are summed as the engine would."""
+        pair = self.pairs.setdefault(id(target), [target, None])
+        if pair[1] is None:
+            pair[1] = grad
+        elif grad is not None:
+            pair[1] = pair[1] + grad.to(pair[1].dtype)
+
+    def finished(self) -> list:
+        """Everything, when no pass is waited for; else nothing."""
+        if self.passes:
+            return []
+        for leaf in self.leaves:
+            leaf.__dict__.pop("_delayed_wgrad_owed", None)
+        pairs, self.pairs, self.leaves = list(map(tuple, self.pairs.values())), {}, []
+        return pairs
+
+
+def _leaves(target: torch.Tensor) -> list[torch.Tensor]:
+    """The leaves that ``target`` was computed from, or itself."""
+    if target.grad_fn is None:
+        return [target]
+    found, seen, todo = [], set(), [target.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.append(node.variable)
+        todo += [next_node for next_node, _ in node.next_functions]
+    return found
+
+
 class DdpShare:
-    """Parameters of one pass under DistributedDataParallel, which takes each once an iteration.
+    """One pass under DistributedDataParallel, which takes each parameter once an iteration.
 
     The regular path sums what several modules contribute to a tied parameter
-    before DDP hears of it. Here the parameter keeps a count of the passes that
-    still owe a contribution, and the sum so far; the last one delivers the sum.
+    before DDP hears of it. Here a parameter knows from the forward on which passes
+    owe it a contribution, and the last of them delivers all. A pass that has not
+    run its backward when the iteration's backward ends is not waited for.
 
     Parameters
     ----------
+    ddp : torch.nn.parallel.DistributedDataParallel
+        Synchronizes in this iteration.
     params : sequence of torch.Tensor
         The delayed parameters of the pass.
     """
 
-    def __init__(self, params: Sequence[torch.Tensor]) -> None:
-        self.owing = [p for p in params if p.requires_grad]
-        for param in self.owing:
-            entry = param.__dict__.setdefault("_delayed_wgrad_share", [0, None])
-            entry[0] += 1
+    def __init__(self, ddp: torch.nn.Module, params: Sequence[torch.Tensor]) -> None:
+        self.committed = False
+        self.owed: list[_Owed] = []
+        for param in params:
+            if param.requires_grad:
+                owed = _Owed.of(param) or _Owed()
+                owed.include(param, self)
+                self.owed.append(owed)
+                _guard(ddp, owed.leaves)
+
+    def commit(self) -> None:
+        """The main half has run."""
+        self.committed = True
+        # The halves may be delivered before the backward ends.
+        ended = functools.partial(_backward_ended, list(self.owed))
+        torch.autograd.Variable._execution_engine.queue_callback(ended)
 
     def settle(self, pairs: list) -> list:
-        """Keep back what is not the last contribution; deliver the sum with the last."""
-        owing, self.owing = self.owing, []
-        mine = {id(param) for param in owing}
-        settled = [(t, g) for t, g in pairs if id(t) not in mine]
-        for param, grad in pairs:
-            if id(param) in mine and grad is not None:
-                entry = param.__dict__["_delayed_wgrad_share"]
-                entry[1] = grad if entry[1] is None else entry[1] + grad.to(entry[1].dtype)
-        pairs.clear()
-        for param in owing:
-            entry = param.__dict__["_delayed_wgrad_share"]
-            entry[0] -= 1
-            if entry[0] == 0:
-                del param._delayed_wgrad_share
-                settled.append((param, entry.pop()))
+        """Keep back what is not the last contribution; deliver everything with the last."""
+        owed, self.owed = self.owed, []
+        settled = _join_owed(pairs)
+        for one in owed:
+            one.passes.discard(self)
+        for one in owed:
+            settled += one.finished()
         return settled
 
-    def release(self) -> None:
-        """A forward whose backward never came owes nothing."""
-        for param in self.owing:
-            entry = param.__dict__.get("_delayed_wgrad_share")
-            if entry is not None:
-                entry[0] -= 1
-                if entry == [0, None]:
-                    del param._delayed_wgrad_share
-        self.owing = []
 
-    __del__ = release
+def _backward_ended(owed: Sequence[_Owed]) -> None:
+    """Do not wait for passes whose backward did not come; deliver what waited for them alone."""
+    pairs = []
+    for one in owed:
+        for late in [p for p in one.passes if not p.committed]:
+            one.passes.discard(late)
+        pairs += one.finished()
+    accumulate(pairs)
+
+
+def _guard(ddp: torch.nn.Module, leaves: Sequence[torch.Tensor]) -> None:
+    """Make a gradient of another user of these parameters an error, not an early reduction."""
+    guarded = ddp.__dict__.setdefault("_delayed_wgrad_guarded", set())
+    for leaf in leaves:
+        if id(leaf) not in guarded:
+            guarded.add(id(leaf))
+            # DDP keeps the node, and so this, alive.
+            node = torch.autograd.graph.get_gradient_edge(leaf).node
+            node.register_prehook(functools.partial(_refuse_early, weakref.ref(leaf)))
+
+
+def _refuse_early(leaf: weakref.ref, grads: tuple) -> None:
+    param = leaf()
+    if param is not None and grads[0] is not None and "_delayed_wgrad_owed" in param.__dict__:
+        _refuse(
+            "DistributedDataParallel where another user of the weight does not delay",
+            f"it would reduce the parameter of shape {tuple(param.shape)} before backward_dw() adds "
+            "to it",
+            "Set delay_wgrad_compute to the same value for all users of this parameter; users that "
+            "have no such setting need False.",
+        )
 
 
 def _join_owed(pairs: list) -> list:
-    """Add gradients made under ``no_sync`` to a sum that DDP still waits for; the others."""
+    """Add gradients to what DDP still waits for, those made under ``no_sync`` too; the others."""
     rest = []
     for param, grad in pairs:
-        entry = param.__dict__.get("_delayed_wgrad_share")
-        if entry is None or grad is None:
+        owed = _Owed.of(param)
+        if owed is None:
             rest.append((param, grad))
         else:
-            entry[1] = grad if entry[1] is None else entry[1] + grad.to(entry[1].dtype)
+            owed.add(param, grad)
+    pairs.clear()
     return rest
 
 
@@ -531,9 +633,9 @@ class MainHalf:
         self.pieces: list[Piece] = []
         self.ready: list[tuple] = []
         ddp = torch.nn.parallel.DistributedDataParallel._active_ddp_module
+        self.ddp = ddp if ddp is not None and ddp.require_backward_grad_sync else None
         held = [t for group in groups.values() for t in group.held()]
-        syncs = ddp is not None and ddp.require_backward_grad_sync
-        self.share = DdpShare(held) if syncs else None
+        self.share = None if self.ddp is None else DdpShare(self.ddp, held)
 
     # The two names that the backward code of the modules calls.
 
@@ -576,6 +678,8 @@ class MainHalf:
     def commit(self, _begun) -> None:
         """Queue what the backward left."""
         if self.pieces or self.ready:
+            if self.share is not None:
+                self.share.commit()
             self.store.put(Contribution(self.pieces, self.ready, self.share))
             self.pieces, self.ready, self.share = [], [], None
 
@@ -603,9 +707,8 @@ class OperationsMainHalf(MainHalf):
         super().__init__(PendingWgrads(), groups)
         self.slots = slots
         self.stores = [op.wgrad_store.context for op in operations]
-        if self.share is not None:
-            self.share.release()
-            self.share = [DdpShare(group.held()) for group in groups.values()]
+        if self.ddp is not None:
+            self.share = [DdpShare(self.ddp, group.held()) for group in groups.values()]
 
     def _find_held(self, args: tuple) -> dict[int, torch.Tensor]:
         # By place: an operation without the delay may have the same weight.
@@ -626,6 +729,8 @@ class OperationsMainHalf(MainHalf):
             if len(store) > length:
                 newest = store.newest()
                 newest.share = share
+                if share is not None:
+                    share.commit()
                 # The weights of the forward, which may have been exchanged since.
                 for piece in newest.pieces:
                     group.dtype, piece.group = piece.group.dtype, group
@@ -681,20 +786,17 @@ def _refuse(what: str, why: str, instead: str) -> None:
 _OFF = "Set delay_wgrad_compute=False for this module."
 
 
-def _check_weights(owner: torch.nn.Module, weights: Sequence[torch.Tensor]) -> None:
-    if any(isinstance(w, DTensor) for w in weights) or getattr(owner, "is_fsdp2", False):
-        _refuse(
-            "FSDP2 (DTensor weights)", "gradients are reduced before backward_dw() makes them", _OFF
-        )
+def _check_weights(weights: Sequence[torch.Tensor]) -> None:
+    if any(isinstance(w, DTensor) for w in weights):
+        _refuse_fsdp2()
     if any(is_distributed_weight(w) for w in weights):
         _refuse("distributed weights", "they reduce their gradients in the main backward", _OFF)
-    for name in _USERBUFFERS:
-        if getattr(owner, name, False):
-            _refuse(
-                f"Userbuffers overlap ({name}=True)",
-                "its buffers are used again before backward_dw() reads them",
-                f"Set {name}=False or delay_wgrad_compute=False.",
-            )
+
+
+def _refuse_fsdp2() -> None:
+    _refuse(
+        "FSDP2 (DTensor weights)", "gradients are reduced before backward_dw() makes them", _OFF
+    )
 
 
 def check_supported(owner: torch.nn.Module, weights: Sequence[torch.Tensor]) -> None:
@@ -707,11 +809,20 @@ def check_supported(owner: torch.nn.Module, weights: Sequence[torch.Tensor]) -> 
     """
     if torch.compiler.is_compiling():
         _refuse("torch.compile", "the compiled backward cannot be split in two", _OFF)
-    # What does not change between passes is looked at once for each set of weights.
+    # Parameters are looked at once; what was computed from them says nothing about them.
     checked = [type(weights[0]), *(id(weight) for weight in weights)]
-    if owner.__dict__.get("_delayed_wgrad_checked") != checked:
-        _check_weights(owner, weights)
+    if weights[0].grad_fn is not None or owner.__dict__.get("_delayed_wgrad_checked") != checked:
+        _check_weights([*weights, *owner.parameters(recurse=False)])
         owner.__dict__["_delayed_wgrad_checked"] = checked
+    if getattr(owner, "is_fsdp2", False):
+        _refuse_fsdp2()
+    for name in _USERBUFFERS:
+        if getattr(owner, name, False):
+            _refuse(
+                f"Userbuffers overlap ({name}=True)",
+                "its buffers are used again before backward_dw() reads them",
+                f"Set {name}=False or delay_wgrad_compute=False.",
+            )
     ddp = torch.nn.parallel.DistributedDataParallel._active_ddp_module
     if ddp is not None:
         for name in ("find_unused_parameters", "static_graph"):
