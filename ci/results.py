@@ -44,6 +44,38 @@ ROWS = {
     "a13": "CUDA graphs",
     "a14": "refused before anything changes",
 }
+# Single grouped weights. A test whose name does not carry its row (test_b6_...) stands here.
+ROWS_B = {
+    "b1": (
+        "trains wherever separate weights do",
+        "equals_separate module_arguments splits autocast scaled_bias debug_features cpu_offload "
+        "calibration quantized_compute quantized_weights "
+        "quantized_weights_without_quantized_compute fallback_warns_once "
+        "strict_makes_the_fallback_an_error default_arguments_do_not_warn",
+    ),
+    "b2": (
+        "the bits of the per-expert path; main_grad checked",
+        "equals_separate output_buffers cached_quantized_weights bad_main_grad native_path "
+        "native_path_bad_main_grad native_and_split_path_take_turns",
+    ),
+    "b3": ("experts without tokens", "two_splits_of_one_layer zero_token_expert_keeps_main_grad"),
+    "b4": (
+        "delayed, fused, frozen, biases, with section A's promises",
+        "equals_separate module_arguments first_microbatch "
+        "frozen_weights_leave_the_bias_its_gradient delayed_hooks_fire_once_at_delivery "
+        "failed_gemm_can_be_repeated existing_grad_is_added_to_in_place tied_layers "
+        "deepcopy_keeps_the_delay meta_device",
+    ),
+    "b5": (
+        "a parameter: optimizers, data, checkpoints, copies, meta device",
+        "optimizer fused_adam fused_adam_quantized fused_adam_gets_memory data_rebinds "
+        "data_that_does_not_fit module_conversions deepcopy deepcopy_keeps_the_delay meta_device "
+        "meta_device_with_only_a_single_bias reset_parameters single_bias_without_bias load "
+        "strict_load_names_what_is_missing optimizer_state",
+    ),
+    "b6": ("no work an expert in Python", ""),
+    "b7": ("deterministic mode", "deterministic"),
+}
 
 # Why stock passes some tests of delayed gradients; a test that is not here and passes is an error.
 STOCK_PASSES = {
@@ -253,25 +285,42 @@ def runs_table() -> str:
     return "\n".join(lines)
 
 
+def rows_of(test: str) -> list[str]:
+    """The rows of section B that ``file::test`` belongs to."""
+    name = test.split("::")[1].removeprefix("test_")
+    named = [row for row in ROWS_B if name.startswith(f"{row}_")]
+    return named or [row for row, (_, tests) in ROWS_B.items() if name in tests.split()]
+
+
 def single_weight_tests() -> str:
-    """Each test of single grouped weights: passed/run on stock, the CPU run, the GPU run."""
+    """Each row of section B: passed/run on stock, the CPU run, the GPU run, and its tests."""
     runs = [latest(what) for what in ("stock-cpu", "fork-cpu", "fork-gpu")]
     names = {
         name.split("[")[0]
         for run in runs[1:]
         if run is not None
         for name in run["tests"]
-        if name.startswith("test_single_grouped_weight")
+        if name.startswith("test_single_grouped_weight") or re.search(r"::test_b\d_", name)
     }
-    lines = ["| test | stock (CPU) | fork (CPU) | fork (GPU) |", "|---|---|---|---|"]
-    for test in sorted(names):
+    unknown = sorted(test for test in names if not rows_of(test))
+    if unknown:
+        raise SystemExit(
+            f"error: no row of section B for {', '.join(unknown)}\n"
+            "  next: name them in ROWS_B of ci/results.py"
+        )
+    lines = ["| row | | stock (CPU) | fork (CPU) | fork (GPU) |", "|---|---|---|---|---|"]
+    links = []
+    for row, (title, _) in ROWS_B.items():
+        tests = sorted(test for test in names if row in rows_of(test))
         cells = []
         for run in runs:
-            tests = {} if run is None else run["tests"]
-            found = {n: outcome for n, outcome in tests.items() if n.split("[")[0] == test}
+            outcomes = {} if run is None else run["tests"]
+            found = {n: outcome for n, outcome in outcomes.items() if n.split("[")[0] in tests}
             cells.append(cell(found) or "–")
-        file, name = test.split("::")
-        lines.append(f"| [{name}](../tests/pytorch/{file}) | " + " | ".join(cells) + " |")
+        lines.append(f"| {row.upper()} | {title} | " + " | ".join(cells) + " |")
+        each = (f"[{t.split('::')[1]}](../tests/pytorch/{t.split('::')[0]})" for t in tests)
+        links.append(f"- {row.upper()}: " + ", ".join(each))
+    lines += ["", "Each cell: passed/run. A test may stand in several rows.", "", *links]
     refused = Counter(
         outcome.split(": ", 1)[1]
         for name, outcome in (runs[2] or {"tests": {}})["tests"].items()
@@ -281,6 +330,69 @@ def single_weight_tests() -> str:
     for reason, number in refused.most_common():
         reason = re.sub(r"/[^ ]*/", "", reason.removeprefix("Skipped: ")).split("\n")[0][:160]
         lines.append(f"- {number}: {reason}")
+    return "\n".join(lines)
+
+
+def support_matrix() -> str:
+    """Where single weights train, from the newest runs of single_weight_matrix.py."""
+    lines = []
+    for what in ("single-weight-matrix-gpu", "single-weight-matrix-cpu"):
+        run = latest(what)
+        if run is not None:
+            lines += [*matrix_lines(run), ""]
+    return "\n".join(lines).rstrip() or "Not run yet."
+
+
+def matrix_lines(run: dict) -> list[str]:
+    """One run's table; dtypes with the same cells share a line, a reason is a letter below."""
+    v, forms = run["versions"], list(run["rows"][0]["cells"])
+    lines = [
+        f"{v['device']}, TE {v['transformer_engine']}, torch {v['torch']}, CUDA {v['cuda']}, "
+        f"cuBLASLt {v['cublaslt']}, Python {v['python']}; {run['date']}, commit `{run['commit']}`, "
+        f"`{run['command']}`:",
+        "",
+        "| layer | recipe | weights | dtype | " + " | ".join(forms) + " |",
+        "|---|---|---|---|" + "---|" * len(forms),
+    ]
+    merged: dict[tuple, list[str]] = {}
+    for row in run["rows"]:
+        recipe = row["recipe"]
+        if row["cublaslt"] is not None:
+            recipe += f", cuBLASLt {row['cublaslt']}"
+        cells = tuple(matrix_cell(run["outcomes"], row["cells"].get(form, "")) for form in forms)
+        layer = "GroupedLinear" if row["kind"] == "module" else "ops.GroupedLinear"
+        weights = "quantized" if row["quantized_weights"] else "plain"
+        merged.setdefault((layer, recipe, weights, *cells), []).append(row["dtype"])
+    for (layer, recipe, weights, *cells), dtypes in merged.items():
+        lines.append(
+            f"| {layer} | {recipe} | {weights} | {', '.join(dtypes)} | {' | '.join(cells)} |"
+        )
+    notes = [f"- {k}: {text}" for k, text in run["outcomes"].items() if k != "="]
+    return lines + ([""] + notes if notes else [])
+
+
+def matrix_cell(outcomes: dict, cells: str) -> str:
+    """``equal of all``, with the letters of the other outcomes; a failure is bold."""
+    if not cells:
+        return "–"
+    text = f"{cells.count('=')}/{len(cells)}"
+    for letter in sorted(set(cells) - {"="}):
+        refused = outcomes[letter].startswith("the per-expert layer refuses")
+        text += f" {letter}" if refused else f" **{letter}**"
+    return text
+
+
+def example_table() -> str:
+    """Each run of the example: the losses and whether all bits agree."""
+    lines = ["| on | steps | first loss | last loss | parameters |", "|---|---|---|---|---|"]
+    runs = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*moe_single_weight*"))]
+    for run in runs:
+        (old, new), agree = run["loss"].values(), "bit-equal" if run["equal"] else "**differ**"
+        both = [f"{a:.5f}" if a == b else f"{a:.5f}, {b:.5f}" for a, b in zip(old, new)]
+        lines.append(
+            f"| {run['device']}, torch {run['torch']}; {run['date']}, `{run['command']}` "
+            f"| {run['steps']} | {both[0]} | {both[-1]} | {agree} |"
+        )
     return "\n".join(lines)
 
 
@@ -313,6 +425,8 @@ def single_weight_table() -> str:
 TABLES = {
     "runs": runs_table,
     "contract-b": single_weight_tests,
+    "single-weight-matrix": support_matrix,
+    "example-moe_single_weight": example_table,
     "benchmark-single_grouped_weight": single_weight_table,
     "contract-a": contract_table,
     "benchmark-delayed_wgrad": benchmark_table,

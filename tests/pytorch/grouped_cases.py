@@ -8,6 +8,7 @@ import dataclasses
 import sys
 
 import torch
+from transformer_engine.common import recipe as recipes
 
 import transformer_engine.pytorch as te
 
@@ -16,6 +17,8 @@ SPLITS = [128, 0, 64, 32]
 ROWS = sum(SPLITS)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 HAS_GPU = "cpu_executor" not in sys.modules
+# How callers give the splits; a slice is a column of a [groups, 2] tensor.
+FORMS = ["list", "cpu", "cpu-int32", "device", "device-int32", "device-slice"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,8 +41,8 @@ class Case:
         "same", "flat", "2d" or "band": a slice of a larger buffer.
     splits : tuple or None
         Token counts; None for SPLITS.
-    device_splits : bool
-        Splits on the device, not a list.
+    form : str
+        Of the splits: one of FORMS.
     extra : dict
         More constructor arguments.
     """
@@ -53,7 +56,7 @@ class Case:
     main_grad: str = "same"
     dtype: torch.dtype = torch.bfloat16
     splits: tuple | None = None
-    device_splits: bool = False
+    form: str = "list"
     extra: dict = dataclasses.field(default_factory=dict)
 
 
@@ -103,12 +106,26 @@ def inputs(device, count=2, dtype=torch.bfloat16, rows=ROWS) -> list[torch.Tenso
     return [numbers((rows, IN), 40 + i).to(dtype).to(device).requires_grad_() for i in range(count)]
 
 
+def splits_as(form: str, splits, device):
+    """Token counts in one of FORMS."""
+    if form == "list":
+        return list(splits)
+    where, _, kind = form.partition("-")
+    tensor = torch.tensor(
+        splits,
+        dtype=torch.int32 if kind == "int32" else torch.int64,
+        device=device if where == "device" else "cpu",
+    )
+    return torch.stack([tensor, tensor], dim=1)[:, 0] if kind == "slice" else tensor
+
+
 def call(layer, x, splits=None, **extra):
-    """The layer's output; splits as the kind's callers usually give them."""
+    """The layer's output; splits as the kind's callers usually give them, or a tensor as it is."""
     splits = SPLITS if splits is None else splits
-    if isinstance(layer, te.GroupedLinear):
-        return layer(x, splits if isinstance(splits, torch.Tensor) else list(splits), **extra)
-    return layer(x, torch.as_tensor(splits, dtype=torch.int64, device=x.device))
+    if not isinstance(splits, torch.Tensor):
+        module = isinstance(layer, te.GroupedLinear)
+        splits = list(splits) if module else splits_as("device", splits, x.device)
+    return layer(x, splits, **extra)
 
 
 def loss_of(out) -> torch.Tensor:
@@ -161,9 +178,7 @@ def train(case: Case, device, *, single: bool, init=contextlib.nullcontext, auto
     seen = {}
     for number, x in enumerate(inputs(device, 2, case.dtype, rows)):
         with autocast() if autocast else contextlib.nullcontext():
-            splits = case.splits or SPLITS
-            if case.device_splits:
-                splits = torch.tensor(splits, dtype=torch.int64, device=x.device)
+            splits = splits_as(case.form, case.splits or SPLITS, x.device)
             out = call(layer, x, splits, **late)
         out = out[0] if isinstance(out, tuple) else out
         loss_of(out).backward()
@@ -192,3 +207,54 @@ def assert_same(got: dict, want: dict) -> None:
             assert got[name].shape == value.shape and got[name].dtype == value.dtype, name
             assert torch.isfinite(value).all(), f"{name} is not finite"
             assert torch.equal(got[name], value), f"{name} differs"
+
+
+# --- recipes ----------------------------------------------------------------
+
+
+def _identity(role):
+    from transformer_engine.pytorch.tensor import IdentityQuantizer
+
+    return IdentityQuantizer()
+
+
+def _hybrid(role):
+    from transformer_engine.pytorch.tensor import HybridQuantizer
+
+    return HybridQuantizer(rowwise_quantizer=_current(role), columnwise_quantizer=_current(role))
+
+
+def _current(role):
+    import transformer_engine_torch as tex
+
+    from transformer_engine.pytorch.tensor import Float8CurrentScalingQuantizer
+
+    backward = role is not None and "grad" in role.tensor_type
+    dtype = tex.DType.kFloat8E5M2 if backward else tex.DType.kFloat8E4M3
+    return Float8CurrentScalingQuantizer(dtype, device=torch.device("cuda"))
+
+
+RECIPES = {
+    "delayed": recipes.DelayedScaling,
+    "current": recipes.Float8CurrentScaling,
+    "block": recipes.Float8BlockScaling,
+    "mxfp8": recipes.MXFP8BlockScaling,
+    "nvfp4": lambda: recipes.NVFP4BlockScaling(disable_stochastic_rounding=True),
+    "custom-current": lambda: recipes.CustomRecipe(qfactory=_current),
+    "custom-identity": lambda: recipes.CustomRecipe(qfactory=_identity),
+    "custom-hybrid": lambda: recipes.CustomRecipe(qfactory=_hybrid),
+    "backward-high-precision": lambda: recipes.Float8CurrentScaling(
+        backward_override="high_precision"
+    ),
+    "backward-dequantized": lambda: recipes.Float8CurrentScaling(backward_override="dequantized"),
+}
+
+
+def recipe_is_available(name: str) -> bool:
+    """Whether this GPU has the recipe of that name in RECIPES."""
+    query = {
+        "block": "is_fp8_block_scaling_available",
+        "mxfp8": "is_mxfp8_available",
+        "nvfp4": "is_nvfp4_available",
+    }.get(name)
+    return query is None or getattr(te, query)()

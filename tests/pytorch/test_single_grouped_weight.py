@@ -14,10 +14,12 @@ import pytest
 import torch
 from grouped_cases import (
     DTYPES,
+    FORMS,
     GROUPS,
     HAS_GPU,
     IN,
     OUT,
+    RECIPES,
     ROWS,
     SPLITS,
     Case,
@@ -28,6 +30,8 @@ from grouped_cases import (
     gradients,
     inputs,
     loss_of,
+    recipe_is_available,
+    splits_as,
     train,
 )
 from transformer_engine.common import recipe as recipes
@@ -137,22 +141,8 @@ def test_first_microbatch(first, delay, device):
     check(Case(fuse=True, delay=delay), device, is_first_microbatch=first)
 
 
-def _splits_as(form, device):
-    wide = torch.tensor([SPLITS, SPLITS], device=device).t().contiguous()
-    return {
-        "list": SPLITS,
-        "cpu": torch.tensor(SPLITS),
-        "cpu-int32": torch.tensor(SPLITS, dtype=torch.int32),
-        "device": wide[:, 0].contiguous(),
-        "device-int32": wide[:, 0].contiguous().to(torch.int32),
-        "device-slice": wide[:, 0],
-    }[form]
-
-
 @pytest.mark.parametrize("native", [False, True], ids=["split", "grouped-tensor-asked"])
-@pytest.mark.parametrize(
-    "form", ["list", "cpu", "cpu-int32", "device", "device-int32", "device-slice"]
-)
+@pytest.mark.parametrize("form", FORMS)
 def test_splits(form, native, device):
     """Every form of the splits gives the numbers of a list."""
     case = Case(bias="single", extra={"use_grouped_tensor": native})
@@ -164,7 +154,7 @@ def test_splits(form, native, device):
         loss_of(out).backward()
         return {"out": out.detach(), "dx": x.grad, **gradients(layer)}
 
-    splits = _splits_as(form, device)
+    splits = splits_as(form, SPLITS, device)
     assert_same(results(True, splits), results(False, splits))
 
 
@@ -332,7 +322,7 @@ NATIVE_CASES = [
 def test_native_path(kind, name, device, native):
     """Single parameters on the grouped-tensor path equal separate ones on it."""
     extra = {"use_grouped_tensor": True} if kind == "module" else {}
-    case = dataclasses.replace(CASES[name], kind=kind, extra=extra, device_splits=True)
+    case = dataclasses.replace(CASES[name], kind=kind, extra=extra, form="device")
     check(case, device)
 
 
@@ -504,52 +494,11 @@ def test_deterministic(case, device, monkeypatch):
 # --- quantized compute and quantized weights --------------------------------
 
 
-def _identity(role):
-    from transformer_engine.pytorch.tensor import IdentityQuantizer
-
-    return IdentityQuantizer()
-
-
-def _hybrid(role):
-    from transformer_engine.pytorch.tensor import HybridQuantizer
-
-    return HybridQuantizer(rowwise_quantizer=_current(role), columnwise_quantizer=_current(role))
-
-
-def _current(role):
-    import transformer_engine_torch as tex
-
-    from transformer_engine.pytorch.tensor import Float8CurrentScalingQuantizer
-
-    backward = role is not None and "grad" in role.tensor_type
-    dtype = tex.DType.kFloat8E5M2 if backward else tex.DType.kFloat8E4M3
-    return Float8CurrentScalingQuantizer(dtype, device=torch.device("cuda"))
-
-
-RECIPES = {
-    "delayed": lambda: recipes.DelayedScaling(),
-    "current": lambda: recipes.Float8CurrentScaling(),
-    "block": lambda: recipes.Float8BlockScaling(),
-    "mxfp8": lambda: recipes.MXFP8BlockScaling(),
-    "nvfp4": lambda: recipes.NVFP4BlockScaling(disable_stochastic_rounding=True),
-    "custom-current": lambda: recipes.CustomRecipe(qfactory=_current),
-    "custom-identity": lambda: recipes.CustomRecipe(qfactory=_identity),
-    "custom-hybrid": lambda: recipes.CustomRecipe(qfactory=_hybrid),
-    "backward-high-precision": lambda: recipes.Float8CurrentScaling(
-        backward_override="high_precision"
-    ),
-    "backward-dequantized": lambda: recipes.Float8CurrentScaling(backward_override="dequantized"),
-}
 every_recipe = pytest.mark.parametrize("name", RECIPES)
 
 
 def _recipe(name):
-    available = {
-        "block": "is_fp8_block_scaling_available",
-        "mxfp8": "is_mxfp8_available",
-        "nvfp4": "is_nvfp4_available",
-    }
-    if name in available and not getattr(te, available[name])():
+    if not recipe_is_available(name):
         pytest.skip(f"{name} is not available on this GPU")
     return RECIPES[name]()
 
