@@ -639,3 +639,32 @@ def test_cpu_offload(quantized, device):
         return {"dx": x.grad, "first": gradients(layers[0])["weight"]}
 
     assert_same(scenario(True), scenario(False))
+
+
+# --- the support matrix -----------------------------------------------------
+
+
+@pytest.mark.parametrize("broken", ["", "differs", "refuses", "both refuse"])
+def test_b1_matrix_tells_what_fails(broken, monkeypatch):
+    """single_weight_matrix.py compares, and excuses only what the per-expert layer refuses."""
+    import single_weight_matrix as matrix
+
+    def train_or_fail(case, device, *, single, **_how):
+        if broken == "both refuse" or single and broken == "refuses":
+            raise ValueError("no such kernel")
+        return None, {"weight": torch.full((2,), float(single and broken == "differs"))}
+
+    monkeypatch.setattr(matrix, "train", train_or_fail)
+    row = next(row for row in matrix.rows() if row["recipe"] == "none")
+    made = matrix.report([(row, matrix.run_row({**row, "cublaslt": None}))])
+    (verdict,) = {made["outcomes"][v] for v in "".join(made["rows"][0]["cells"].values())}
+    assert (
+        verdict
+        == {
+            "": "equal",
+            "differs": "DIFFERS: weight differs",
+            "refuses": "REFUSES: ValueError: no such kernel",
+            "both refuse": "the per-expert layer refuses: ValueError: no such kernel",
+        }[broken]
+    )
+    assert matrix.is_failure(verdict) == (broken in ("differs", "refuses"))

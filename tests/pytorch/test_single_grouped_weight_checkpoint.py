@@ -109,7 +109,7 @@ def test_fused_adam(master, device):
 
 
 @needs_gpu
-@pytest.mark.parametrize("recipe", ["Float8CurrentScaling", "Float8BlockScaling"])
+@pytest.mark.parametrize("recipe", ["DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling"])
 def test_fused_adam_quantized(recipe, device):
     """Quantized weights are stepped through fp32 masters."""
     recipe = getattr(recipes, recipe)()
@@ -268,6 +268,49 @@ def test_meta_device(kind, bias, device):
     assert_same(scenario(True), scenario(False))
 
 
+MATERIALIZE = {
+    "load-assign": lambda m, state, d: m.load_state_dict(state, assign=True),
+    "to_empty-load": lambda m, state, d: m.to_empty(device=d).load_state_dict(state),
+    "reset-load": lambda m, state, d: (m.reset_parameters(), m.load_state_dict(state)),
+    "to_empty-reset-load": lambda m, state, d: (
+        m.to_empty(device=d),
+        m.reset_parameters(),
+        m.load_state_dict(state),
+    ),
+}
+
+
+@pytest.mark.parametrize("saved", [False, True], ids=["live", "saved"])
+@pytest.mark.parametrize("way", MATERIALIZE)
+@pytest.mark.parametrize("source", LAYOUTS)
+@pytest.mark.parametrize("target", [name for name in LAYOUTS if name != "separate"])
+@every_kind
+def test_meta_device_and_checkpoint(kind, source, target, way, saved, device):
+    """A layer made on the meta device takes a checkpoint of either layout and trains."""
+    old, new = layer_of(source, device, kind), layer_of(target, "meta", kind, delay=True)
+    state = old.state_dict()
+    if saved:
+        file = io.BytesIO()
+        torch.save(state, file)
+        file.seek(0)
+        state = torch.load(file, weights_only=True)
+    names = [name for name, _ in new.named_parameters()]
+    assert names == [name for name, _ in layer_of(target, device, kind).named_parameters()]
+    MATERIALIZE[way](new, state, device)
+    assert [name for name, _ in new.named_parameters()] == names
+    for name, param in new.named_parameters():
+        assert isinstance(param, torch.nn.Parameter) and param.is_leaf
+        if name in ("weight", "bias"):  # the native path takes them
+            assert param.rowwise_data.numel() == param.numel()
+        if name == "weight":
+            assert param.skip_backward_post_hook
+    assert_same(values(new), values(old))
+    step(new, device)
+    new.backward_dw()
+    step(old, device)
+    assert_same(gradients(new), gradients(old))
+
+
 def test_meta_device_with_only_a_single_bias(device):
     """Separate weights beside one bias."""
     layer = te.GroupedLinear(
@@ -276,6 +319,31 @@ def test_meta_device_with_only_a_single_bias(device):
     layer.reset_parameters()
     step(layer, device)
     assert layer.bias.grad.shape == (GROUPS, OUT)
+
+
+@needs_gpu
+@pytest.mark.parametrize("recipe", ["DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling"])
+@every_kind
+def test_meta_device_quantized(kind, recipe, device):
+    """Quantized weights made on the meta device have the values of separate ones, and train."""
+    recipe = getattr(recipes, recipe)()
+
+    def scenario(layout):
+        torch.manual_seed(11)
+        with te.quantized_model_init(enabled=True, recipe=recipe):
+            layer = layer_of(layout, "meta", kind)
+        layer.reset_parameters()
+        first = values(layer)
+        with te.autocast(enabled=True, recipe=recipe):
+            out = call(layer, inputs(device, 1)[0])
+        loss_of(out).backward()
+        return {
+            **first,
+            "out": out.detach(),
+            **{f"{n} grad": g for n, g in gradients(layer).items()},
+        }
+
+    assert_same(scenario("single"), scenario("separate"))
 
 
 @every_kind

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 
 import torch
 import transformer_engine_torch as tex
+from torch.distributed.tensor import DTensor
 
 from ..cpu_offload import is_cpu_offload_enabled
 from ..quantization import FP8GlobalStateManager
@@ -175,6 +176,48 @@ def put_back(module: torch.nn.Module, taken: dict[str, torch.nn.Parameter]) -> N
             with torch.no_grad():
                 old.copy_(new)
             module.register_parameter(stem, old)
+
+
+def regroup(module: torch.nn.Module) -> torch.nn.Module:
+    """Make plain packed parameters grouped again, on the same memory; returns ``module``.
+
+    ``Module._apply`` (from the meta device) and ``load_state_dict(assign=True)``
+    put plain parameters in the place of grouped ones.
+    """
+    for stem in ("weight", "bias"):
+        plain = module._parameters.get(stem)
+        if plain is None or isinstance(plain, (GroupedTensor, DTensor)) or plain.dim() < 2:
+            continue
+        grouped = torch.nn.Parameter(_grouped(plain.detach()), requires_grad=plain.requires_grad)
+        grouped.grad = plain.grad
+        vars(grouped).update(vars(plain))
+        module.register_parameter(stem, grouped)
+    return module
+
+
+def _grouped(values: torch.Tensor) -> GroupedTensor:
+    """``values [groups, ...]`` as a grouped tensor on the same memory."""
+    return GroupedTensor.make_grouped_tensor_from_rowwise_data(
+        num_tensors=values.shape[0],
+        tensor_shape=tuple(values.shape[1:]),
+        rowwise_data=values,
+        dtype=values.dtype,
+    )
+
+
+def group_on_meta_device(module: torch.nn.Module) -> None:
+    """Give an operation that is not initialized yet the parameters that it will have."""
+    for stem, count in (
+        ("weight", module.num_groups * module.single_grouped_weight),
+        ("bias", module.num_groups * module.single_grouped_bias * module.use_bias),
+    ):
+        each = [module._parameters[f"{stem}{i}"] for i in range(count)]
+        if each:
+            module.register_parameter(
+                stem, torch.nn.Parameter(_grouped(torch.stack(each).detach()))
+            )
+        for i in range(count):
+            module.register_parameter(f"{stem}{i}", None)
 
 
 # --- checkpoints ------------------------------------------------------------

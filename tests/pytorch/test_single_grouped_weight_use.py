@@ -1,0 +1,579 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torch's own tools do with a single grouped parameter what they do with separate ones.
+
+Each scenario gets a function that makes layers, and returns tensors; it runs
+with single parameters and with separate ones, and the bits must agree.
+"""
+
+import copy
+import functools
+import io
+import warnings
+
+import pytest
+import torch
+from grouped_cases import (
+    GROUPS,
+    HAS_GPU,
+    IN,
+    OUT,
+    RECIPES,
+    Case,
+    assert_same,
+    build,
+    call,
+    gradients,
+    inputs,
+    loss_of,
+    packed,
+    plain,
+)
+
+import transformer_engine.pytorch as te
+
+# With a GPU some scenarios run on quantized weights and quantized compute too.
+NUMERICS = ["plain", "delayed", "current", "block"] if HAS_GPU else ["plain"]
+every_numerics = pytest.mark.parametrize("numerics", NUMERICS)
+every_kind = pytest.mark.parametrize("kind", ["module", "ops"])
+both_delays = pytest.mark.parametrize("delay", [False, True], ids=["regular", "delayed"])
+
+
+@pytest.fixture(autouse=True)
+def single_parameters(monkeypatch):
+    """Single parameters are behind a gate, which warns."""
+    monkeypatch.setenv("NVTE_GROUPED_LINEAR_SINGLE_PARAM", "1")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+class Layers:
+    """Makes and calls layers in one layout: ``single`` or one parameter an expert."""
+
+    def __init__(self, single, device, kind, numerics):
+        self.single, self.device, self.kind = single, device, kind
+        self.recipe = None if numerics == "plain" else RECIPES[numerics]()
+
+    def __call__(self, **case):
+        case = Case(**{"kind": self.kind, "bias": "single", **case})
+        if self.recipe is None:
+            return build(case, self.device, single=self.single)
+        init = functools.partial(te.quantized_model_init, enabled=True, recipe=self.recipe)
+        return build(case, self.device, single=self.single, init=init)
+
+    def x(self, count=1, dtype=torch.bfloat16):
+        """Inputs."""
+        return inputs(self.device, count, dtype)
+
+    def run(self, layer, x):
+        """The layer's output."""
+        with te.autocast(enabled=self.recipe is not None, recipe=self.recipe):
+            return call(layer, x)
+
+    def backward(self, layer, x, run=None):
+        """Forward, backward and, where delayed, the weight gradients; the output."""
+        out = (run or self.run)(layer, x)
+        loss_of(out).backward()
+        while layer.pending_backward_dw:
+            layer.backward_dw()
+        return out.detach()
+
+
+def values(layer) -> dict:
+    """Copies of the parameters' values by stem, one tensor each."""
+    found = {stem: packed(layer, stem, plain) for stem in ("weight", "bias")}
+    return {stem: value.clone() for stem, value in found.items() if value is not None}
+
+
+def check(scenario, device, kind="module", numerics="plain"):
+    """The scenario gives the same with both layouts."""
+    try:
+        want = scenario(Layers(False, device, kind, numerics))
+    except Exception as error:  # pylint: disable=broad-exception-caught
+        if numerics == "plain":
+            raise
+        pytest.skip(f"separate parameters refuse: {error}")
+    assert any(value is not None for value in want.values())
+    assert_same(scenario(Layers(True, device, kind, numerics)), want)
+
+
+# --- passes -----------------------------------------------------------------
+
+CHECKPOINTS = {
+    "torch-reentrant": lambda f, x: torch.utils.checkpoint.checkpoint(f, x, use_reentrant=True),
+    "torch": lambda f, x: torch.utils.checkpoint.checkpoint(f, x, use_reentrant=False),
+    "te-reentrant": lambda f, x: te.checkpoint(f, x, use_reentrant=True),
+    "te": lambda f, x: te.checkpoint(f, x, use_reentrant=False),
+}
+
+
+@every_numerics
+@both_delays
+@every_kind
+@pytest.mark.parametrize("way", CHECKPOINTS)
+def test_activation_checkpointing(way, kind, delay, numerics, device):
+    """The recomputed forward uses the same parameter."""
+
+    def scenario(layers):
+        layer = layers(delay=delay)
+
+        def run(module, x):
+            return CHECKPOINTS[way](functools.partial(layers.run, module), x)
+
+        seen = {}
+        for i, x in enumerate(layers.x(2)):
+            seen |= {f"out{i}": layers.backward(layer, x, run), f"dx{i}": x.grad}
+        return {**seen, **gradients(layer)}
+
+    check(scenario, device, kind, numerics)
+
+
+@every_numerics
+@every_kind
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients(mode, kind, numerics, device):
+    """Inference, then training."""
+
+    def scenario(layers):
+        layer = layers()
+        x, y = layers.x(2)
+        with mode():
+            out = layers.run(layer, x)
+        assert not out.requires_grad
+        return {"out": out.clone(), "trained": layers.backward(layer, y), **gradients(layer)}
+
+    check(scenario, device, kind, numerics)
+
+
+@every_numerics
+@both_delays
+def test_frozen_between_passes(delay, numerics, device):
+    """Parameters are frozen and thawed, one stem at a time."""
+
+    def scenario(layers):
+        layer = layers(delay=delay)
+        seen = {}
+        for i, (x, frozen) in enumerate(zip(layers.x(3), ("weight", "bias", ""))):
+            for name, param in layer.named_parameters():
+                param.requires_grad_(name.rstrip("0123456789") != frozen)
+            layers.backward(layer, x)
+            copies = gradients(layer).items()
+            seen |= {f"{n}{i}": None if g is None else g.clone() for n, g in copies}
+        return seen
+
+    check(scenario, device, "module", numerics)
+
+
+def test_autocast_nested(device):
+    """fp32 parameters under bf16 autocast, with a region where it is off."""
+
+    def scenario(layers):
+        first, second = layers(dtype=torch.float32), layers(dtype=torch.float32)
+        (x,) = layers.x(1, torch.float32)
+        with torch.autocast("cuda", torch.bfloat16):
+            y = call(first, x)
+            with torch.autocast("cuda", enabled=False):
+                z = call(second, x)
+        loss_of(y).backward()
+        loss_of(z).backward()
+        return {"y": y.detach(), "z": z.detach(), "dx": x.grad, **gradients(first)}
+
+    check(scenario, device)
+
+
+@both_delays
+def test_tied_layers_of_two_dtypes(delay, device):
+    """One parameter, two layers, of which one computes in bf16."""
+
+    def scenario(layers):
+        first, second = (layers(dtype=torch.float32, delay=delay) for _ in range(2))
+        for name, _ in list(first.named_parameters()):
+            setattr(second, name, getattr(first, name))
+        x, y = layers.x(2, torch.float32)
+        layers.backward(first, x)
+        with torch.autocast("cuda", torch.bfloat16):
+            out = call(second, y)
+        loss_of(out).backward()
+        second.backward_dw()
+        return {"out": out.detach(), "dx": y.grad, **gradients(first)}
+
+    check(scenario, device)
+
+
+def test_gradients_asked_for(device):
+    """torch.autograd.grad gives them without .grad."""
+
+    def scenario(layers):
+        layer = layers()
+        (x,) = layers.x()
+        found = torch.autograd.grad(loss_of(call(layer, x)), list(layer.parameters()))
+        named = dict(zip((n for n, _ in layer.named_parameters()), found))
+        assert all(param.grad is None for param in layer.parameters())
+        if layers.single:
+            return named
+        return {
+            stem: torch.stack([g for n, g in named.items() if n.startswith(stem)])
+            for stem in ("weight", "bias")
+        }
+
+    check(scenario, device)
+
+
+def test_parameters_in_a_loss(device):
+    """A penalty on the parameters themselves adds to what the layer gives."""
+
+    def scenario(layers):
+        layer = layers()
+        (x,) = layers.x()
+        penalty = sum((param.float() ** 2).sum() for param in layer.parameters())
+        (loss_of(call(layer, x)) + penalty * 0).backward()
+        loss = sum(param.float().pow(3).sum() for param in layer.parameters())
+        loss.backward()
+        return gradients(layer)
+
+    check(scenario, device)
+
+
+@every_numerics
+def test_optimizer_in_backward(numerics, device):
+    """A hook steps each parameter as soon as its gradient is there."""
+
+    def scenario(layers):
+        layer = layers()
+
+        def step(param):
+            with torch.no_grad():
+                param.sub_(param.grad, alpha=0.01)
+            param.grad = None
+
+        for param in layer.parameters():
+            param.register_post_accumulate_grad_hook(step)
+        for x in layers.x(2):
+            layers.backward(layer, x)
+        return values(layer)
+
+    check(scenario, device, "module", numerics)
+
+
+# --- conversions and copies -------------------------------------------------
+
+CONVERSIONS = {
+    "to": lambda m: m.to(torch.float32),
+    "half": lambda m: m.half(),
+    "there-and-back": lambda m: m.float().bfloat16(),
+    "cpu": lambda m: m.cpu().to(next(m.parameters()).device),
+}
+
+
+@every_numerics
+@every_kind
+@pytest.mark.parametrize("way", CONVERSIONS)
+def test_conversion_between_passes(way, kind, numerics, device):
+    """Values and gradients are converted; training goes on."""
+
+    def scenario(layers):
+        layer = layers()
+        x, y = layers.x(2)
+        layers.backward(layer, x)
+        CONVERSIONS[way](layer)
+        dtype = next(layer.parameters()).dtype
+        before = {f"{n} then": g.clone() for n, g in gradients(layer).items()}
+        layers.backward(layer, y.detach().to(dtype).requires_grad_())
+        return {**before, **gradients(layer), **{f"{n} value": v for n, v in values(layer).items()}}
+
+    check(scenario, device, kind, numerics)
+
+
+@every_numerics
+@both_delays
+@every_kind
+def test_deepcopy_of_a_trained_layer(kind, delay, numerics, device):
+    """The copy and the original train apart."""
+
+    def scenario(layers):
+        layer = layers(delay=delay)
+        x, y = layers.x(2)
+        layers.backward(layer, x)
+        twin = copy.deepcopy(layer)
+        layers.backward(twin, y)
+        return {**gradients(layer), **{f"{n} twin": g for n, g in gradients(twin).items()}}
+
+    check(scenario, device, kind, numerics)
+
+
+@every_numerics
+@both_delays
+@every_kind
+def test_saved_module(kind, delay, numerics, device):
+    """torch.save of the module itself."""
+
+    def scenario(layers):
+        # The module's default initializers cannot be pickled, in either layout.
+        extra = {"init_method": torch.nn.init.normal_} if kind == "module" else {}
+        layer = layers(delay=delay, bias="none" if kind == "module" else "single", extra=extra)
+        file = io.BytesIO()
+        torch.save(layer, file)
+        file.seek(0)
+        twin = torch.load(file, weights_only=False)
+        with torch.no_grad():
+            for param in layer.parameters():
+                param.zero_()
+        (x,) = layers.x()
+        assert all(isinstance(param, torch.nn.Parameter) for param in twin.parameters())
+        return {"out": layers.backward(twin, x), **gradients(twin), **values(layer)}
+
+    check(scenario, device, kind, numerics)
+
+
+@every_numerics
+def test_averaged_model(numerics, device):
+    """torch's running average of a model."""
+
+    def scenario(layers):
+        layer = layers()
+        average = torch.optim.swa_utils.AveragedModel(
+            layer, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+        )
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+        for x in layers.x(3):
+            optimizer.zero_grad()
+            layers.backward(layer, x)
+            optimizer.step()
+            average.update_parameters(layer)
+        return values(average.module)
+
+    check(scenario, device, "module", numerics)
+
+
+def test_functional_call(device):
+    """Other tensors in place of the parameters."""
+
+    def scenario(layers):
+        layer = layers()
+        (x,) = layers.x()
+        others = {
+            n: (p.detach().clone() * 0.5).requires_grad_() for n, p in layer.named_parameters()
+        }
+        splits = torch.tensor([128, 0, 64, 32])
+        out = torch.func.functional_call(layer, others, (x, splits))
+        loss_of(out).backward()
+        assert all(param.grad is None for param in layer.parameters())
+        found = {n: other.grad for n, other in others.items()}
+        if not layers.single:
+            found = {
+                stem: torch.stack([found[f"{stem}{i}"] for i in range(GROUPS)])
+                for stem in ("weight", "bias")
+            }
+        return {"out": out.detach(), **found}
+
+    check(scenario, device)
+
+
+class Halved(torch.nn.Module):
+    """A parametrization."""
+
+    def forward(self, x):
+        return x * 0.5
+
+
+@both_delays
+def test_parametrization(delay, device):
+    """Weights that are computed from others."""
+
+    def scenario(layers):
+        layer = layers(delay=delay)
+        names = [n for n, _ in layer.named_parameters() if n.startswith("weight")]
+        for name in names:
+            torch.nn.utils.parametrize.register_parametrization(layer, name, Halved())
+        (x,) = layers.x()
+        out = layers.backward(layer, x)
+        found = [getattr(layer.parametrizations, name).original.grad for name in names]
+        return {"out": out, "weight": found[0] if layers.single else torch.stack(found)}
+
+    check(scenario, device)
+
+
+def test_printed(device):
+    """repr() of the parameter and of the layer."""
+    layer = Layers(True, device, "module", "plain")()
+    assert "GroupedLinear" in repr(layer)
+    assert str(tuple(layer.weight.shape)) in repr(layer.weight) or "GroupedTensor" in repr(
+        layer.weight
+    )
+
+
+# --- gradients and optimizers -----------------------------------------------
+
+
+def test_gradient_tools(device):
+    """Norms, clipping, zeroing in place."""
+
+    def scenario(layers):
+        layer = layers()
+        x, y = layers.x(2)
+        layers.backward(layer, x)
+        grads = [p.grad for p in layer.parameters()]
+        torch.nn.utils.clip_grad_value_(layer.parameters(), 0.5)
+        seen = {f"{n} clipped": g.clone() for n, g in gradients(layer).items()}
+        layer.zero_grad(set_to_none=False)
+        assert all(p.grad is g and not g.any() for p, g in zip(layer.parameters(), grads))
+        layers.backward(layer, y)
+        return {**seen, **gradients(layer)}
+
+    check(scenario, device)
+
+
+def test_gradient_norm(device):
+    """The total norm is one of other partial sums: equal to rounding, and it clips."""
+
+    def scenario(layers):
+        layer = layers()
+        (x,) = layers.x()
+        layers.backward(layer, x)
+        norm = torch.nn.utils.clip_grad_norm_(layer.parameters(), 1.0)
+        after = torch.nn.utils.get_total_norm([p.grad for p in layer.parameters()])
+        return norm.double(), after.double()
+
+    got, want = (scenario(Layers(single, device, "module", "plain")) for single in (True, False))
+    # bf16 norms of four tensors, then of their norms, against one: half a unit each.
+    torch.testing.assert_close(got, want, rtol=2**-7, atol=0.0)
+
+
+def test_grad_scaler(device):
+    """Scaled losses, unscaled gradients, a step that is left out."""
+
+    def scenario(layers):
+        layer = layers(dtype=torch.float32)
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler(device, init_scale=8.0)
+        for number, x in enumerate(layers.x(3, torch.float32)):
+            optimizer.zero_grad()
+            scaler.scale(
+                loss_of(call(layer, x)) * (float("inf") if number == 1 else 1.0)
+            ).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        assert scaler.get_scale() == 4.0
+        return values(layer)
+
+    check(scenario, device)
+
+
+def test_vector_of_parameters(device):
+    """torch.nn.utils.parameters_to_vector, and back."""
+
+    def scenario(layers):
+        layer = layers()
+        params = list(layer.parameters())
+        with torch.no_grad():
+            vector = torch.nn.utils.parameters_to_vector(params)
+            torch.nn.utils.vector_to_parameters(vector * 0.5, params)
+        (x,) = layers.x()
+        # named_parameters() of separate weights has weight and bias of each expert in turn.
+        return {
+            "sorted": vector.float().sort().values,
+            "out": layers.backward(layer, x),
+            **values(layer),
+        }
+
+    check(scenario, device)
+
+
+OPTIMIZERS = {
+    "sgd-foreach": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, foreach=True),
+    "sgd-fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
+    "adam-foreach": lambda p: torch.optim.Adam(p, lr=0.01, foreach=True, weight_decay=0.1),
+    "adamw-foreach": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True, amsgrad=True),
+    "adamw-fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, foreach=False),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01, foreach=False),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.01, foreach=False),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_more_optimizers(name, device):
+    """Three steps, also with one kernel for all parameters."""
+
+    def scenario(layers):
+        layer = layers(dtype=torch.float32)
+        optimizer = OPTIMIZERS[name](layer.parameters())
+        for x in layers.x(3, torch.float32):
+            optimizer.zero_grad()
+            layers.backward(layer, x)
+            optimizer.step()
+        return values(layer)
+
+    check(scenario, device)
+
+
+def test_lbfgs(device):
+    """An optimizer with a closure, on one flat vector of all gradients."""
+
+    def scenario(layers):
+        layer = layers(dtype=torch.float32, delay=False)
+        optimizer = torch.optim.LBFGS(layer.parameters(), lr=1e-3, max_iter=1)
+        (x,) = layers.x(1, torch.float32)
+        start = values(layer)
+
+        def closure():
+            optimizer.zero_grad()
+            loss = loss_of(call(layer, x))
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        got = values(layer)
+        assert not torch.equal(got["weight"], start["weight"])
+        return got
+
+    check(scenario, device)
+
+
+# --- state dicts ------------------------------------------------------------
+
+
+@every_kind
+def test_state_dict_hooks(kind, device):
+    """Hooks see the parameter; keep_vars gives the parameter itself."""
+    layer = Layers(True, device, kind, "plain")()
+    seen = []
+    layer.register_state_dict_post_hook(lambda m, s, p, _: seen.append(s[p + "weight"].shape))
+    layer.register_load_state_dict_pre_hook(lambda m, s, *_: seen.append(s["weight"].shape))
+    layer.register_load_state_dict_post_hook(lambda m, keys: seen.append(keys.missing_keys))
+    state = layer.state_dict(keep_vars=True)
+    assert state["weight"] is layer.weight
+    layer.load_state_dict(layer.state_dict())
+    shape = torch.Size((GROUPS, OUT, IN))
+    assert seen == [shape, shape, shape, []]
+
+
+def test_state_dict_is_live(device):
+    """As with separate parameters, a state dict refers to the parameters' memory."""
+    layer = Layers(True, device, "module", "plain")()
+    state = layer.state_dict()
+    with torch.no_grad():
+        layer.weight.mul_(2.0)
+    assert torch.equal(plain(state["weight"]), values(layer)["weight"])
+
+
+@every_numerics
+def test_distributed_checkpoint(tmp_path, numerics, device):
+    """torch.distributed.checkpoint writes and reads it, without a process group."""
+    import torch.distributed.checkpoint as dcp
+
+    def scenario(layers):
+        layer = layers()
+        folder = tmp_path / str(layers.single)
+        dcp.save({"model": layer.state_dict()}, checkpoint_id=folder, no_dist=True)
+        want = values(layer)
+        with torch.no_grad():
+            for param in layer.parameters():
+                param.zero_()
+        state = {"model": layer.state_dict()}
+        dcp.load(state, checkpoint_id=folder, no_dist=True)
+        layer.load_state_dict(state["model"])
+        assert_same(values(layer), want)
+        return want
+
+    check(scenario, device, "module", numerics)
