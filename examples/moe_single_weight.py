@@ -14,6 +14,7 @@ The second form runs without a GPU. The exit code is 0 when all bits are equal.
 from __future__ import annotations
 
 import argparse
+import datetime
 import importlib.util
 import json
 import os
@@ -175,7 +176,18 @@ def main() -> int:
     curves = {name: losses for name, (losses, _) in runs.items()}
     name = "CPU executor" if args.executor else torch.cuda.get_device_name()
     if args.json:
-        facts = {"device": name, "torch": torch.__version__, "steps": args.steps, "equal": equal}
+        facts = {
+            "what": "example-moe_single_weight",
+            "date": datetime.date.today().isoformat(),
+            "commit": os.environ.get("TE_WGRAD_COMMIT", "unknown"),
+            "command": "python examples/moe_single_weight.py"
+            + (f" --executor {args.executor}" if args.executor else ""),
+            "device": name,
+            "torch": torch.__version__,
+            "steps": args.steps,
+            "parameters": len(old),
+            "equal": equal,
+        }
         with open(args.json, "w", encoding="utf-8") as file:
             json.dump({**facts, "loss": curves}, file, indent=1)
             file.write("\n")

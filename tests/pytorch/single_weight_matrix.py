@@ -162,11 +162,16 @@ def main() -> int:
     parser.add_argument("--only", default="", help="rows whose description has this text")
     options = parser.parse_args()
     chosen = [row for row in rows() if options.only in " ".join(map(str, row.values()))]
-    context = multiprocessing.get_context("spawn")
+    context, results = multiprocessing.get_context("spawn"), []
     with context.Pool(
         options.jobs, initializer=warnings.simplefilter, initargs=("ignore",)
     ) as pool:
-        made = report(list(zip(chosen, pool.map(run_row, chosen, chunksize=1))))
+        try:
+            for row, cells in zip(chosen, pool.imap(run_row, chosen)):
+                results.append((row, cells))
+        except KeyboardInterrupt:
+            print(f"interrupted: {len(chosen) - len(results)} rows were not run")
+    made = report(results)
     if options.json:
         temporary = options.json.with_suffix(".part")
         temporary.write_text(json.dumps(made, indent=0) + "\n")
@@ -182,7 +187,7 @@ def main() -> int:
                     failures += 1
                     where = [str(v) for k, v in row.items() if k != "cells"]
                     print("failed:", *where, form, variant, made["outcomes"][letter], sep=" | ")
-    return 1 if failures or not count else 0
+    return 1 if failures or len(results) < len(chosen) or not count else 0
 
 
 if __name__ == "__main__":
