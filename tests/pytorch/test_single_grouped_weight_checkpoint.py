@@ -5,6 +5,7 @@ import copy
 import io
 import warnings
 
+import grouped_cases
 import pytest
 import torch
 from grouped_cases import (
@@ -401,6 +402,36 @@ def test_strict_load_names_what_is_missing(kind, device):
     del state["weight2"]
     with pytest.raises(RuntimeError, match="weight"):
         layer_of("single", device, kind).load_state_dict(state)
+
+
+@pytest.mark.parametrize("count", [GROUPS - 1, GROUPS + 1])
+@both_layouts
+@every_kind
+def test_load_of_other_numbers_of_experts(kind, source, target, count, device, monkeypatch):
+    """A strict load does not leave experts out."""
+    new = layer_of(target, device, kind)
+    monkeypatch.setattr(grouped_cases, "GROUPS", count)
+    old = layer_of(source, device, kind)
+    with pytest.raises(RuntimeError, match="weight|bias"):
+        new.load_state_dict(old.state_dict())
+
+
+def test_optimizer_state_of_some_experts(device):
+    """Experts without a state, beside others with one, are an error by name."""
+    from transformer_engine.pytorch.module._grouped_params import convert_optimizer_state
+
+    old, new = layer_of("separate", device), layer_of("single", device)
+    optimizer = OPTIMIZERS["adamw"](old.parameters())
+    for frozen in (old.weight0, old.weight2):
+        frozen.requires_grad_(False)
+        step(old, device)
+        optimizer.step()
+        names = ([name for name, _ in layer.named_parameters()] for layer in (old, new))
+        with pytest.raises(ValueError, match="experts of (weight|bias) have a state"):
+            convert_optimizer_state(optimizer.state_dict(), *names)
+        frozen.requires_grad_(True)
+        optimizer = OPTIMIZERS["adamw"](old.parameters())
+        old.zero_grad()
 
 
 @both_layouts

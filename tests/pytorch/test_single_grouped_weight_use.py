@@ -10,6 +10,7 @@ import functools
 import io
 import warnings
 
+import grouped_cases
 import pytest
 import torch
 from grouped_cases import (
@@ -18,10 +19,12 @@ from grouped_cases import (
     IN,
     OUT,
     RECIPES,
+    SPLITS,
     Case,
     assert_same,
     build,
     call,
+    give_main_grads,
     gradients,
     inputs,
     loss_of,
@@ -255,6 +258,145 @@ def test_optimizer_in_backward(numerics, device):
     check(scenario, device, "module", numerics)
 
 
+@both_delays
+@every_kind
+@pytest.mark.parametrize("how", ["sum", "transposed", "strided-input", "no-input-gradient"])
+def test_odd_operands(how, kind, delay, device):
+    """Output gradients and inputs that are not contiguous; a first layer."""
+
+    def scenario(layers):
+        layer = layers(delay=delay)
+        x, y = layers.x(2)
+        if how == "no-input-gradient":
+            x = x.detach()
+        out = call(layer, torch.cat([x, x], 1)[:, :IN] if how == "strided-input" else x)
+        dy = torch.cat([y, y], 1).detach()
+        dy = {"sum": torch.ones_like(out[:1, :1]).expand_as(out), "transposed": dy.t().clone().t()}
+        out.backward(dy.get(how, torch.sin(out.detach())))
+        layer.backward_dw()
+        return {"out": out.detach(), "dx": x.grad, **gradients(layer)}
+
+    check(scenario, device, kind)
+
+
+@both_delays
+@every_kind
+def test_b4_plain_torch_users(kind, delay, device):
+    """The experts' weights are used by plain torch too, through unbind()."""
+
+    def scenario(layers):
+        layer = layers(delay=delay)
+        x, y = layers.x(2)
+        out = layers.backward(layer, x)
+        names = [f"weight{i}" for i in range(GROUPS)]
+        weights = layer.weight.unbind() if layers.single else [getattr(layer, n) for n in names]
+        outs = [part @ weight.t() for part, weight in zip(y.split(SPLITS), weights)]
+        loss_of(torch.cat(outs)).backward()
+        return {"out": out, "dy": y.grad, **gradients(layer)}
+
+    check(scenario, device, kind)
+
+
+@pytest.mark.parametrize("single", [True, False], ids=["single", "separate"])
+@both_delays
+@every_kind
+def test_b2_weights_changed_before_the_backward(kind, delay, single, device):
+    """autograd's check of saved tensors holds: the input gradient would be wrong."""
+    layers = Layers(single, device, kind, "plain")
+    layer = layers(delay=delay, bias="none")
+    optimizer = torch.optim.AdamW(layer.parameters())
+    x, y = layers.x(2)
+    layers.backward(layer, x)
+    loss = loss_of(call(layer, y))
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+ORDERS = ["B W B W B W", "B B W W B W", "B B W B W W", "B B B W W W"]
+
+
+@pytest.mark.parametrize("fuse", [False, True], ids=["unfused", "fused"])
+@every_kind
+@pytest.mark.parametrize("order", ORDERS)
+def test_b4_orders(order, kind, fuse, device):
+    """Interleaved backward() and backward_dw() give the bits of the regular path."""
+
+    def scenario(layers):
+        layer = layers(delay=layers.single, fuse=fuse, bias="separate")
+        buffers = give_main_grads(layer) if fuse else []
+        xs = iter(layers.x(3))
+        for word in order.split():
+            layer.backward_dw() if word == "W" else loss_of(call(layer, next(xs))).backward()
+        return {**gradients(layer), **({"main_grad": torch.cat(buffers)} if fuse else {})}
+
+    check(scenario, device, kind)
+
+
+@both_delays
+@every_kind
+@pytest.mark.parametrize("groups", [1, 12])
+def test_other_numbers_of_experts(groups, kind, delay, device, monkeypatch):
+    """One expert; so many that their names sort otherwise."""
+    splits = [224] if groups == 1 else [16] * 10 + [64, 0]
+    monkeypatch.setattr(grouped_cases, "GROUPS", groups)
+
+    def scenario(layers):
+        layer, twin = layers(delay=delay), layers(delay=delay)
+        x, y = layers.x(2)
+        run = functools.partial(call, splits=splits)
+        seen = {"out": layers.backward(layer, x, run), **gradients(layer)}
+        with torch.no_grad():
+            for param in layer.parameters():
+                param.mul_(0.5)
+        twin.load_state_dict(layer.state_dict())
+        return {**seen, "twin": layers.backward(twin, y, run)}
+
+    check(scenario, device, kind)
+
+
+def test_b4_module_hooks(device):
+    """register_wgrad_accumulation_and_reduce_hooks: after all parameters, once a delivery."""
+
+    def scenario(layers):
+        layer, seen = layers(delay=True), []
+        layer.register_wgrad_accumulation_and_reduce_hooks(
+            lambda: seen.append([gradient.clone() for gradient in gradients(layer).values()])
+        )
+        for x in layers.x(2):
+            layers.backward(layer, x)
+        layer.backward_dw()
+        assert len(seen) == 2
+        return dict(enumerate(gradient for gradients in seen for gradient in gradients))
+
+    check(scenario, device)
+
+
+@both_delays
+def test_b4_lazy_main_grad(delay, device):
+    """get_main_grad() is asked when the GEMM runs."""
+
+    def scenario(layers):
+        layer, buffers = layers(delay=delay, fuse=True, bias="none"), {}
+
+        def get(name, shape):
+            return buffers.setdefault(name, torch.full(shape, 0.25, device=device))
+
+        for name, param in layer.named_parameters():
+            param.__fsdp_param__, param.grad_added_to_main_grad = True, False
+            param.get_main_grad = functools.partial(get, name, tuple(param.shape))
+        (x,) = layers.x()
+        loss = loss_of(call(layer, x))
+        assert not buffers
+        loss.backward()
+        layer.backward_dw()
+        assert all(param.grad_added_to_main_grad for param in layer.parameters())
+        found = list(buffers.values())
+        return {"main_grad": found[0] if layers.single else torch.stack(found), "dx": x.grad}
+
+    check(scenario, device)
+
+
 # --- conversions and copies -------------------------------------------------
 
 CONVERSIONS = {
@@ -365,6 +507,40 @@ def test_functional_call(device):
                 for stem in ("weight", "bias")
             }
         return {"out": out.detach(), **found}
+
+    check(scenario, device)
+
+
+def test_assigned_parameters(device):
+    """Plain parameters in the place of grouped ones: marked as delayed, copied, trained."""
+
+    def scenario(layers):
+        layer = layers(delay=True)
+        for name, param in list(layer.named_parameters()):
+            setattr(layer, name, torch.nn.Parameter(param.detach() * 0.5))
+        (x,) = layers.x()
+        out = layers.backward(layer, x)
+        assert all(param.skip_backward_post_hook for param in layer.parameters())
+        return {"out": out, **gradients(layer), **values(copy.deepcopy(layer).float())}
+
+    check(scenario, device)
+
+
+def test_values_set_in_place(device):
+    """torch.nn.init, .data read, changed and assigned."""
+
+    def scenario(layers):
+        layer = layers()
+        (x,) = layers.x()
+        for param in layer.parameters():
+            torch.nn.init.constant_(param, 0.125)
+            param.data.mul_(2.0)
+            param.data = param.data * 0.5
+            param.data.add_(1.0)
+        return {
+            "out": call(layer, x).detach(),
+            **{f"{n} value": v for n, v in values(layer).items()},
+        }
 
     check(scenario, device)
 

@@ -243,9 +243,9 @@ def to_layout_of(module: torch.nn.Module, state_dict: dict, prefix: str) -> None
             if one not in state_dict and all(part is not None for part in parts):
                 state_dict[one] = _stack(parts)
         elif one in state_dict:
-            packed = state_dict.pop(one)
-            for key, part in zip(each, _unstack(packed)):
-                state_dict.setdefault(key, part)
+            # Experts that the module lacks keep a key: a strict load then names them.
+            for i, part in enumerate(_unstack(state_dict.pop(one))):
+                state_dict.setdefault(f"{one}{i}", part)
 
 
 def _stack(parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -282,7 +282,8 @@ def convert_optimizer_state(state: dict, source: Sequence[str], target: Sequence
     Raises
     ------
     ValueError
-        Where a target parameter has no source, or its experts are in different groups.
+        Where a target parameter has no source, its experts are in different groups,
+        or some of them have no state.
     """
     groups = state["param_groups"]
     home = {source[i]: number for number, group in enumerate(groups) for i in group["params"]}
@@ -299,6 +300,9 @@ def convert_optimizer_state(state: dict, source: Sequence[str], target: Sequence
             entry = entry and _each_tensor(entry, lambda v, i=int(name[len(stem) :]): v[i])
         elif each:
             names, entries = each, [state["state"].get(index[n]) for n in each]
+            missing = [n for n, e in zip(each, entries) if not e]
+            if missing and len(missing) < len(each):
+                raise ValueError(f"Not all experts of {name} have a state; {missing} have none.")
             entry = entries[0] and {
                 key: torch.stack([e[key] for e in entries]) if _has_shape(value) else value
                 for key, value in entries[0].items()

@@ -118,6 +118,8 @@ class PackedParameterMixin:
         with torch.no_grad():
             if self.quantizer is None:
                 self.rowwise_data.view(self.shape).copy_(values)
+                # Called below autograd, where nothing counts; saved views of it must notice.
+                torch.autograd.graph.increment_version(self.rowwise_data)
             else:
                 for member, value in zip(self.members, values.unbind()):
                     member.quantize_(value, noop_flag=noop_flag)
