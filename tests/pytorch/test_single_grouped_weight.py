@@ -491,6 +491,22 @@ def test_deterministic(case, device, monkeypatch):
     assert_same(first, second)
 
 
+@pytest.mark.parametrize("delay", [False, True], ids=["regular", "delayed"])
+@pytest.mark.parametrize("bias", ["none", "separate", "single"])
+@every_kind
+def test_b7_as_separate(kind, bias, delay, device, native, monkeypatch):
+    """With kernels for the native path: deterministic mode gives and refuses the same."""
+    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+    extra = {"use_grouped_tensor": True} if kind == "module" else {}
+    case = Case(kind=kind, bias=bias, delay=delay, form="device", extra=extra)
+    if kind == "ops" and bias != "none":
+        for single in (False, True):
+            with pytest.raises(RuntimeError, match="non-deterministic"):
+                train(case, device, single=single)
+    else:
+        check(case, device)
+
+
 # --- quantized compute and quantized weights --------------------------------
 
 

@@ -110,6 +110,22 @@ def test_fused_adam(master, device):
 
 
 @needs_gpu
+def test_fused_sgd(device):
+    """The fused SGD kernel, with momentum."""
+
+    def scenario(layout):
+        layer = layer_of(layout, device)
+        optimizer = te.optimizers.FusedSGD(layer.parameters(), lr=0.1, momentum=0.9)
+        for x in inputs(device, 3):
+            optimizer.zero_grad()
+            loss_of(call(layer, x)).backward()
+            optimizer.step()
+        return values(layer)
+
+    assert_same(scenario("single"), scenario("separate"))
+
+
+@needs_gpu
 @pytest.mark.parametrize("recipe", ["DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling"])
 def test_fused_adam_quantized(recipe, device):
     """Quantized weights are stepped through fp32 masters."""

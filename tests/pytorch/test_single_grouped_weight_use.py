@@ -37,6 +37,7 @@ import transformer_engine.pytorch as te
 # With a GPU some scenarios run on quantized weights and quantized compute too.
 NUMERICS = ["plain", "delayed", "current", "block"] if HAS_GPU else ["plain"]
 every_numerics = pytest.mark.parametrize("numerics", NUMERICS)
+needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="the CPU executor has no CUDA graphs")
 every_kind = pytest.mark.parametrize("kind", ["module", "ops"])
 both_delays = pytest.mark.parametrize("delay", [False, True], ids=["regular", "delayed"])
 
@@ -393,6 +394,85 @@ def test_b4_lazy_main_grad(delay, device):
         assert all(param.grad_added_to_main_grad for param in layer.parameters())
         found = list(buffers.values())
         return {"main_grad": found[0] if layers.single else torch.stack(found), "dx": x.grad}
+
+    check(scenario, device)
+
+
+# --- CUDA graphs ------------------------------------------------------------
+
+
+@needs_gpu
+@pytest.mark.parametrize("fuse", [False, True], ids=["unfused", "fused"])
+@both_delays
+def test_b4_plain_capture(delay, fuse, device):
+    """A captured pass, replayed with other inputs."""
+
+    def scenario(layers):
+        layer = layers(delay=delay, fuse=fuse)
+        buffers = give_main_grads(layer) if fuse else []
+        xs = layers.x(3)
+        replay = functools.partial(layers.backward, layer)
+        if layers.single:
+            static = xs[0].detach().clone().requires_grad_()
+            stream = torch.cuda.Stream()
+            with torch.cuda.stream(stream):
+                for _ in range(2):
+                    layers.backward(layer, static)
+            torch.cuda.synchronize()
+            for param in (*layer.parameters(), static):
+                param.grad = None
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=stream):
+                layers.backward(layer, static)
+
+            def replay(x):
+                with torch.no_grad():
+                    static.copy_(x)
+                graph.replay()
+
+        seen = {}
+        for i, x in enumerate(xs):
+            for buffer in buffers:
+                buffer.zero_()
+            if not layers.single:
+                layer.zero_grad()
+            replay(x)
+            torch.cuda.synchronize()
+            found = {**gradients(layer), **({"main_grad": torch.cat(buffers)} if fuse else {})}
+            seen |= {f"{n}{i}": None if g is None else g.clone() for n, g in found.items()}
+        return seen
+
+    check(scenario, device)
+
+
+class OneInput(torch.nn.Module):
+    """Takes one tensor, as graphed callables want it."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return call(self.inner, x)
+
+
+@needs_gpu
+@both_delays
+def test_b4_graphed_callable(delay, device):
+    """make_graphed_callables: replays accumulate as eager code does."""
+
+    def scenario(layers):
+        layer = layers(delay=delay and layers.single)
+        module = OneInput(layer)
+        if layers.single:
+            (sample,) = layers.x()
+            module = te.make_graphed_callables(module, (sample.detach().requires_grad_(),))
+            assert all(param.grad is None for param in layer.parameters())
+        for x in layers.x(3):
+            loss_of(module(x)).backward()
+            if delay and layers.single:
+                module.backward_dw()
+        return gradients(layer)
 
     check(scenario, device)
 
