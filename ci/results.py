@@ -55,8 +55,9 @@ ROWS_B = {
     ),
     "b2": (
         "the bits of the per-expert path; main_grad checked",
-        "equals_separate output_buffers cached_quantized_weights bad_main_grad native_path "
-        "native_path_bad_main_grad native_and_split_path_take_turns",
+        "equals_separate output_buffers cached_quantized_weights quantized_compute "
+        "quantized_weights bad_main_grad native_path native_path_bad_main_grad "
+        "native_and_split_path_take_turns",
     ),
     "b3": ("experts without tokens", "two_splits_of_one_layer zero_token_expert_keeps_main_grad"),
     "b4": (

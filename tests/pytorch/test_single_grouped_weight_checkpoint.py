@@ -110,7 +110,7 @@ def test_fused_adam(master, device):
 
 
 @needs_gpu
-def test_fused_sgd(device):
+def test_b5_fused_sgd(device):
     """The fused SGD kernel, with momentum."""
 
     def scenario(layout):
@@ -302,7 +302,7 @@ MATERIALIZE = {
 @pytest.mark.parametrize("source", LAYOUTS)
 @pytest.mark.parametrize("target", [name for name in LAYOUTS if name != "separate"])
 @every_kind
-def test_meta_device_and_checkpoint(kind, source, target, way, saved, device):
+def test_b5_meta_device_and_checkpoint(kind, source, target, way, saved, device):
     """A layer made on the meta device takes a checkpoint of either layout and trains."""
     old, new = layer_of(source, device, kind), layer_of(target, "meta", kind, delay=True)
     state = old.state_dict()
@@ -341,7 +341,7 @@ def test_meta_device_with_only_a_single_bias(device):
 @needs_gpu
 @pytest.mark.parametrize("recipe", ["DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling"])
 @every_kind
-def test_meta_device_quantized(kind, recipe, device):
+def test_b5_meta_device_quantized(kind, recipe, device):
     """Quantized weights made on the meta device have the values of separate ones, and train."""
     recipe = getattr(recipes, recipe)()
 
@@ -423,7 +423,7 @@ def test_strict_load_names_what_is_missing(kind, device):
 @pytest.mark.parametrize("count", [GROUPS - 1, GROUPS + 1])
 @both_layouts
 @every_kind
-def test_load_of_other_numbers_of_experts(kind, source, target, count, device, monkeypatch):
+def test_b5_load_of_other_numbers_of_experts(kind, source, target, count, device, monkeypatch):
     """A strict load does not leave experts out."""
     new = layer_of(target, device, kind)
     monkeypatch.setattr(grouped_cases, "GROUPS", count)
@@ -432,7 +432,7 @@ def test_load_of_other_numbers_of_experts(kind, source, target, count, device, m
         new.load_state_dict(old.state_dict())
 
 
-def test_optimizer_state_of_some_experts(device):
+def test_b5_optimizer_state_of_some_experts(device):
     """Experts without a state, beside others with one, are an error by name."""
     from transformer_engine.pytorch.module._grouped_params import convert_optimizer_state
 

@@ -115,7 +115,7 @@ CHECKPOINTS = {
 @both_delays
 @every_kind
 @pytest.mark.parametrize("way", CHECKPOINTS)
-def test_activation_checkpointing(way, kind, delay, numerics, device):
+def test_b4_activation_checkpointing(way, kind, delay, numerics, device):
     """The recomputed forward uses the same parameter."""
 
     def scenario(layers):
@@ -135,7 +135,7 @@ def test_activation_checkpointing(way, kind, delay, numerics, device):
 @every_numerics
 @every_kind
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_without_gradients(mode, kind, numerics, device):
+def test_b5_without_gradients(mode, kind, numerics, device):
     """Inference, then training."""
 
     def scenario(layers):
@@ -151,7 +151,7 @@ def test_without_gradients(mode, kind, numerics, device):
 
 @every_numerics
 @both_delays
-def test_frozen_between_passes(delay, numerics, device):
+def test_b4_frozen_between_passes(delay, numerics, device):
     """Parameters are frozen and thawed, one stem at a time."""
 
     def scenario(layers):
@@ -168,7 +168,7 @@ def test_frozen_between_passes(delay, numerics, device):
     check(scenario, device, "module", numerics)
 
 
-def test_autocast_nested(device):
+def test_b1_autocast_nested(device):
     """fp32 parameters under bf16 autocast, with a region where it is off."""
 
     def scenario(layers):
@@ -186,7 +186,7 @@ def test_autocast_nested(device):
 
 
 @both_delays
-def test_tied_layers_of_two_dtypes(delay, device):
+def test_b4_tied_layers_of_two_dtypes(delay, device):
     """One parameter, two layers, of which one computes in bf16."""
 
     def scenario(layers):
@@ -204,7 +204,7 @@ def test_tied_layers_of_two_dtypes(delay, device):
     check(scenario, device)
 
 
-def test_gradients_asked_for(device):
+def test_b5_gradients_asked_for(device):
     """torch.autograd.grad gives them without .grad."""
 
     def scenario(layers):
@@ -223,7 +223,7 @@ def test_gradients_asked_for(device):
     check(scenario, device)
 
 
-def test_parameters_in_a_loss(device):
+def test_b5_parameters_in_a_loss(device):
     """A penalty on the parameters themselves adds to what the layer gives."""
 
     def scenario(layers):
@@ -239,7 +239,7 @@ def test_parameters_in_a_loss(device):
 
 
 @every_numerics
-def test_optimizer_in_backward(numerics, device):
+def test_b5_optimizer_in_backward(numerics, device):
     """A hook steps each parameter as soon as its gradient is there."""
 
     def scenario(layers):
@@ -262,7 +262,7 @@ def test_optimizer_in_backward(numerics, device):
 @both_delays
 @every_kind
 @pytest.mark.parametrize("how", ["sum", "transposed", "strided-input", "no-input-gradient"])
-def test_odd_operands(how, kind, delay, device):
+def test_b1_odd_operands(how, kind, delay, device):
     """Output gradients and inputs that are not contiguous; a first layer."""
 
     def scenario(layers):
@@ -337,7 +337,7 @@ def test_b4_orders(order, kind, fuse, device):
 @both_delays
 @every_kind
 @pytest.mark.parametrize("groups", [1, 12])
-def test_other_numbers_of_experts(groups, kind, delay, device, monkeypatch):
+def test_b1_other_numbers_of_experts(groups, kind, delay, device, monkeypatch):
     """One expert; so many that their names sort otherwise."""
     splits = [224] if groups == 1 else [16] * 10 + [64, 0]
     monkeypatch.setattr(grouped_cases, "GROUPS", groups)
@@ -490,7 +490,7 @@ CONVERSIONS = {
 @every_numerics
 @every_kind
 @pytest.mark.parametrize("way", CONVERSIONS)
-def test_conversion_between_passes(way, kind, numerics, device):
+def test_b5_conversion_between_passes(way, kind, numerics, device):
     """Values and gradients are converted; training goes on."""
 
     def scenario(layers):
@@ -509,7 +509,7 @@ def test_conversion_between_passes(way, kind, numerics, device):
 @every_numerics
 @both_delays
 @every_kind
-def test_deepcopy_of_a_trained_layer(kind, delay, numerics, device):
+def test_b5_deepcopy_of_a_trained_layer(kind, delay, numerics, device):
     """The copy and the original train apart."""
 
     def scenario(layers):
@@ -526,7 +526,7 @@ def test_deepcopy_of_a_trained_layer(kind, delay, numerics, device):
 @every_numerics
 @both_delays
 @every_kind
-def test_saved_module(kind, delay, numerics, device):
+def test_b5_saved_module(kind, delay, numerics, device):
     """torch.save of the module itself."""
 
     def scenario(layers):
@@ -548,7 +548,7 @@ def test_saved_module(kind, delay, numerics, device):
 
 
 @every_numerics
-def test_averaged_model(numerics, device):
+def test_b5_averaged_model(numerics, device):
     """torch's running average of a model."""
 
     def scenario(layers):
@@ -567,7 +567,7 @@ def test_averaged_model(numerics, device):
     check(scenario, device, "module", numerics)
 
 
-def test_functional_call(device):
+def test_b5_functional_call(device):
     """Other tensors in place of the parameters."""
 
     def scenario(layers):
@@ -591,7 +591,7 @@ def test_functional_call(device):
     check(scenario, device)
 
 
-def test_assigned_parameters(device):
+def test_b5_assigned_parameters(device):
     """Plain parameters in the place of grouped ones: marked as delayed, copied, trained."""
 
     def scenario(layers):
@@ -606,7 +606,7 @@ def test_assigned_parameters(device):
     check(scenario, device)
 
 
-def test_values_set_in_place(device):
+def test_b5_values_set_in_place(device):
     """torch.nn.init, .data read, changed and assigned."""
 
     def scenario(layers):
@@ -633,7 +633,7 @@ class Halved(torch.nn.Module):
 
 
 @both_delays
-def test_parametrization(delay, device):
+def test_b5_parametrization(delay, device):
     """Weights that are computed from others."""
 
     def scenario(layers):
@@ -649,7 +649,7 @@ def test_parametrization(delay, device):
     check(scenario, device)
 
 
-def test_printed(device):
+def test_b5_printed(device):
     """repr() of the parameter and of the layer."""
     layer = Layers(True, device, "module", "plain")()
     assert "GroupedLinear" in repr(layer)
@@ -661,7 +661,7 @@ def test_printed(device):
 # --- gradients and optimizers -----------------------------------------------
 
 
-def test_gradient_tools(device):
+def test_b5_gradient_tools(device):
     """Norms, clipping, zeroing in place."""
 
     def scenario(layers):
@@ -679,7 +679,7 @@ def test_gradient_tools(device):
     check(scenario, device)
 
 
-def test_gradient_norm(device):
+def test_b5_gradient_norm(device):
     """The total norm is one of other partial sums: equal to rounding, and it clips."""
 
     def scenario(layers):
@@ -695,7 +695,7 @@ def test_gradient_norm(device):
     torch.testing.assert_close(got, want, rtol=2**-7, atol=0.0)
 
 
-def test_grad_scaler(device):
+def test_b5_grad_scaler(device):
     """Scaled losses, unscaled gradients, a step that is left out."""
 
     def scenario(layers):
@@ -715,7 +715,7 @@ def test_grad_scaler(device):
     check(scenario, device)
 
 
-def test_vector_of_parameters(device):
+def test_b5_vector_of_parameters(device):
     """torch.nn.utils.parameters_to_vector, and back."""
 
     def scenario(layers):
@@ -748,7 +748,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_more_optimizers(name, device):
+def test_b5_more_optimizers(name, device):
     """Three steps, also with one kernel for all parameters."""
 
     def scenario(layers):
@@ -763,7 +763,7 @@ def test_more_optimizers(name, device):
     check(scenario, device)
 
 
-def test_lbfgs(device):
+def test_b5_lbfgs(device):
     """An optimizer with a closure, on one flat vector of all gradients."""
 
     def scenario(layers):
@@ -790,7 +790,7 @@ def test_lbfgs(device):
 
 
 @every_kind
-def test_state_dict_hooks(kind, device):
+def test_b5_state_dict_hooks(kind, device):
     """Hooks see the parameter; keep_vars gives the parameter itself."""
     layer = Layers(True, device, kind, "plain")()
     seen = []
@@ -804,7 +804,7 @@ def test_state_dict_hooks(kind, device):
     assert seen == [shape, shape, shape, []]
 
 
-def test_state_dict_is_live(device):
+def test_b5_state_dict_is_live(device):
     """As with separate parameters, a state dict refers to the parameters' memory."""
     layer = Layers(True, device, "module", "plain")()
     state = layer.state_dict()
@@ -814,7 +814,7 @@ def test_state_dict_is_live(device):
 
 
 @every_numerics
-def test_distributed_checkpoint(tmp_path, numerics, device):
+def test_b5_distributed_checkpoint(tmp_path, numerics, device):
     """torch.distributed.checkpoint writes and reads it, without a process group."""
     import torch.distributed.checkpoint as dcp
 
