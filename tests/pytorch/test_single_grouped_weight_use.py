@@ -8,6 +8,7 @@ with single parameters and with separate ones, and the bits must agree.
 import copy
 import functools
 import io
+import sys
 import warnings
 
 import grouped_cases
@@ -30,6 +31,7 @@ from grouped_cases import (
     loss_of,
     packed,
     plain,
+    splits_as,
 )
 
 import transformer_engine.pytorch as te
@@ -81,6 +83,20 @@ class Layers:
         while layer.pending_backward_dw:
             layer.backward_dw()
         return out.detach()
+
+
+both_paths = pytest.mark.parametrize("path", ["split", "native"])
+
+
+def extra_for(kind, path, request) -> dict:
+    """Arguments for the native path, which has references for its kernels on the CPU executor."""
+    if path == "split":
+        return {}
+    if HAS_GPU:
+        pytest.skip("the CPU executor stands for kernels that not every GPU has")
+    tex = sys.modules["transformer_engine_torch"]
+    request.getfixturevalue("monkeypatch").setattr(tex, "get_cublasLt_version", lambda: 130600)
+    return {"use_grouped_tensor": True} if kind == "module" else {}
 
 
 def values(layer) -> dict:
@@ -567,16 +583,20 @@ def test_b5_averaged_model(numerics, device):
     check(scenario, device, "module", numerics)
 
 
-def test_b5_functional_call(device):
+@both_paths
+@every_kind
+def test_b5_functional_call(kind, path, device, request):
     """Other tensors in place of the parameters."""
 
+    extra = extra_for(kind, path, request)
+
     def scenario(layers):
-        layer = layers()
+        layer = layers(extra=extra)
         (x,) = layers.x()
         others = {
             n: (p.detach().clone() * 0.5).requires_grad_() for n, p in layer.named_parameters()
         }
-        splits = torch.tensor([128, 0, 64, 32])
+        splits = splits_as("device", SPLITS, device)
         out = torch.func.functional_call(layer, others, (x, splits))
         loss_of(out).backward()
         assert all(param.grad is None for param in layer.parameters())
@@ -588,22 +608,28 @@ def test_b5_functional_call(device):
             }
         return {"out": out.detach(), **found}
 
-    check(scenario, device)
+    check(scenario, device, kind)
 
 
-def test_b5_assigned_parameters(device):
+@both_paths
+@every_kind
+def test_b5_assigned_parameters(kind, path, device, request):
     """Plain parameters in the place of grouped ones: marked as delayed, copied, trained."""
 
+    extra = extra_for(kind, path, request)
+    run = functools.partial(call, splits=splits_as("device", SPLITS, device))
+
     def scenario(layers):
-        layer = layers(delay=True)
+        layer = layers(delay=True, extra=extra)
         for name, param in list(layer.named_parameters()):
             setattr(layer, name, torch.nn.Parameter(param.detach() * 0.5))
         (x,) = layers.x()
-        out = layers.backward(layer, x)
-        assert all(param.skip_backward_post_hook for param in layer.parameters())
+        out = layers.backward(layer, x, run)
+        late = [p for n, p in layer.named_parameters() if kind == "module" or "weight" in n]
+        assert all(param.skip_backward_post_hook for param in late)
         return {"out": out, **gradients(layer), **values(copy.deepcopy(layer).float())}
 
-    check(scenario, device)
+    check(scenario, device, kind)
 
 
 def test_b5_values_set_in_place(device):
@@ -632,21 +658,42 @@ class Halved(torch.nn.Module):
         return x * 0.5
 
 
+@both_paths
 @both_delays
-def test_b5_parametrization(delay, device):
+def test_b5_parametrization(delay, path, device, request):
     """Weights that are computed from others."""
 
+    extra = extra_for("module", path, request)
+    run = functools.partial(call, splits=splits_as("device", SPLITS, device))
+
     def scenario(layers):
-        layer = layers(delay=delay)
+        layer = layers(delay=delay, extra=extra)
         names = [n for n, _ in layer.named_parameters() if n.startswith("weight")]
         for name in names:
             torch.nn.utils.parametrize.register_parametrization(layer, name, Halved())
         (x,) = layers.x()
-        out = layers.backward(layer, x)
+        out = layers.backward(layer, x, run)
         found = [getattr(layer.parametrizations, name).original.grad for name in names]
         return {"out": out, "weight": found[0] if layers.single else torch.stack(found)}
 
     check(scenario, device)
+
+
+@every_kind
+def test_b5_views(kind, device):
+    """Indexing and views share memory with the parameter, and carry gradients."""
+    layer = Layers(True, device, kind, "plain")()
+    weight = layer.weight
+    with torch.no_grad():
+        weight[1].zero_()
+        weight.view(-1, IN)[:OUT].fill_(1.0)
+        for expert in weight.data.split(1)[2:]:
+            expert.copy_(torch.full_like(expert, 2.0))
+    want = torch.tensor([1.0, 0.0, 2.0, 2.0], device=device)
+    assert torch.equal(values(layer)["weight"].float(), want[:, None, None].expand(-1, OUT, IN))
+    (weight[0].float().sum() + weight.flatten(1)[2].float().sum() * 3).backward()
+    want = torch.tensor([1.0, 0.0, 3.0, 0.0], device=device)
+    assert torch.equal(weight.grad.float(), want[:, None, None].expand(-1, OUT, IN))
 
 
 def test_b5_printed(device):

@@ -381,6 +381,8 @@ def _why_split(module, m_splits, weights, output_quantizers, debug) -> str | Non
         return "CPU offloading is on"
     if any(quantizer is not None for quantizer in output_quantizers):
         return "the output is quantized"
+    if not are_grouped(module):
+        return _PLAIN
     if module.single_grouped_weight:
         weight = weights[0]
         if not isinstance(weight, GroupedTensor) or weight.rowwise_data is None:
@@ -390,6 +392,21 @@ def _why_split(module, m_splits, weights, output_quantizers, debug) -> str | Non
     if not is_module_grouped_tensor_path_supported(recipe, module.activation_dtype):
         return _unsupported(recipe, module.activation_dtype)
     return None
+
+
+_PLAIN = "FSDP, a parametrization or an assignment put a plain tensor in place of a grouped one"
+
+
+def are_grouped(module: torch.nn.Module) -> bool:
+    """Whether the single parameters are what the native path takes; warns for an operation."""
+    grouped = all(
+        isinstance(getattr(module, stem, None), (GroupedTensor, type(None)))
+        for stem in ("weight", "bias")
+        if getattr(module, f"single_grouped_{stem}")
+    )
+    if not grouped and hasattr(module, "op_forward"):
+        report_fallback("ops.GroupedLinear with single parameters", _PLAIN)
+    return grouped
 
 
 def report_unsupported(setting: str, recipe, dtype: torch.dtype) -> None:

@@ -117,7 +117,9 @@ class PackedParameterMixin:
         values = tensor.detach().reshape(self.shape)
         with torch.no_grad():
             if self.quantizer is None:
-                self.rowwise_data.view(self.shape).copy_(values)
+                memory = plain(self)
+                if memory.data_ptr() != values.data_ptr():
+                    memory.copy_(values)
                 # Called below autograd, where nothing counts; saved views of it must notice.
                 torch.autograd.graph.increment_version(self.rowwise_data)
             else:
@@ -170,7 +172,12 @@ def is_quantized(tensor: torch.Tensor) -> bool:
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a parameter, for kernels that take plain tensors."""
-    if isinstance(tensor, PackedParameterMixin) and tensor.quantizer is None:
+    """A grouped tensor's memory ``[groups, ...]`` where that is one plain tensor.
+
+    Anything else comes back as it is.
+    """
+    if not isinstance(tensor, PackedParameterMixin):
+        return tensor
+    if tensor.quantizer is None and tensor.rowwise_data is not None and tensor.all_same_shape():
         return tensor.rowwise_data.view(tensor.shape)
     return tensor
