@@ -672,7 +672,8 @@ def test_b1_matrix_tells_what_fails(broken, monkeypatch):
 
     monkeypatch.setattr(matrix, "train", train_or_fail)
     row = next(row for row in matrix.rows() if row["recipe"] == "none")
-    made = matrix.report([(row, matrix.run_row({**row, "cublaslt": None}))])
+    monkeypatch.setattr(matrix, "healthy", lambda: True)
+    made = matrix.report([(row, matrix.run_row({**row, "cublaslt": None}, {}))])
     (verdict,) = {made["outcomes"][v] for v in "".join(made["rows"][0]["cells"].values())}
     assert (
         verdict
@@ -684,3 +685,24 @@ def test_b1_matrix_tells_what_fails(broken, monkeypatch):
         }[broken]
     )
     assert matrix.is_failure(verdict) == (broken in ("differs", "refuses"))
+
+
+def test_b1_matrix_leaves_a_broken_process(monkeypatch):
+    """A process that computes nothing any more blames nobody; another one goes on."""
+    import single_weight_matrix as matrix
+
+    calls = []
+
+    def train_or_fail(case, device, *, single, **_how):
+        calls.append(case)
+        if len(calls) == 1:
+            raise ValueError("broken")
+        return None, {"weight": torch.zeros(2)}
+
+    monkeypatch.setattr(matrix, "train", train_or_fail)
+    monkeypatch.setattr(matrix, "healthy", lambda: len(calls) != 1)
+    row = {**next(row for row in matrix.rows() if row["recipe"] == "none"), "cublaslt": None}
+    refusals = {}
+    assert matrix.run_row(row, refusals) is None and len(refusals) == 1
+    verdicts, *_ = matrix.run_row(row, refusals).values()
+    assert len([v for v in verdicts if v != matrix.EQUAL]) == 1

@@ -343,6 +343,8 @@ def test_meta_device_with_only_a_single_bias(device):
 @every_kind
 def test_b5_meta_device_quantized(kind, recipe, device):
     """Quantized weights made on the meta device have the values of separate ones, and train."""
+    if (kind, recipe) == ("ops", "Float8BlockScaling"):
+        pytest.skip("cuBLAS refuses ops' biases with block scaling, and then other GEMMs too")
     recipe = getattr(recipes, recipe)()
 
     def scenario(layout):

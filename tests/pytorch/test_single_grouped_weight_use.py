@@ -107,6 +107,8 @@ def values(layer) -> dict:
 
 def check(scenario, device, kind="module", numerics="plain"):
     """The scenario gives the same with both layouts."""
+    if (kind, numerics) == ("ops", "block"):
+        pytest.skip("cuBLAS refuses ops' biases with block scaling, and then other GEMMs too")
     try:
         want = scenario(Layers(False, device, kind, numerics))
     except Exception as error:  # pylint: disable=broad-exception-caught
