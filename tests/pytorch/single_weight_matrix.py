@@ -149,24 +149,28 @@ def run_row(row: dict, refusals: dict) -> dict[str, list[str]] | None:
     return cells
 
 
-def work(row: dict, refusals: dict) -> tuple[dict, dict, dict | None]:
+def work(task: tuple[dict, dict]) -> tuple[dict, dict, dict | None]:
     """:func:`run_row` in a process that may have been of no more use before."""
-    return row, refusals, run_row(row, refusals) if healthy() else None
+    return *task, run_row(*task) if healthy() else None
 
 
 def run(chosen: list[dict], jobs: int) -> list[tuple[dict, dict]]:
     """Rows and their verdicts, each from a process that computed to its end."""
     context, done, left = multiprocessing.get_context("spawn"), {}, [(row, {}) for row in chosen]
-    while left:
-        tasks, left = left, []
-        quiet = {"initializer": warnings.simplefilter, "initargs": ("ignore",)}
-        with context.Pool(min(jobs, len(tasks)), **quiet) as pool:
-            for row, refusals, cells in pool.starmap(work, tasks, chunksize=1):
-                if cells is None:
-                    left.append((row, refusals))
-                else:
-                    done[json.dumps(row)] = cells
-    return [(row, done[json.dumps(row)]) for row in chosen]
+    quiet = {"initializer": warnings.simplefilter, "initargs": ("ignore",)}
+    try:
+        while left:
+            tasks, left = left, []
+            with context.Pool(min(jobs, len(tasks)), **quiet) as pool:
+                for row, refusals, cells in pool.imap_unordered(work, tasks):
+                    if cells is None:
+                        left.append((row, refusals))
+                    else:
+                        done[json.dumps(row)] = cells
+            print(f"{len(done)} rows are done", flush=True)
+    except KeyboardInterrupt:
+        print(f"interrupted: {len(chosen) - len(done)} rows are left out")
+    return [(row, done[json.dumps(row)]) for row in chosen if json.dumps(row) in done]
 
 
 def report(results: list[tuple[dict, dict]]) -> dict:
@@ -198,7 +202,8 @@ def main() -> int:
     parser.add_argument("--only", default="", help="rows whose description has this text")
     options = parser.parse_args()
     chosen = [row for row in rows() if options.only in " ".join(map(str, row.values()))]
-    made = report(run(chosen, options.jobs))
+    results = run(chosen, options.jobs)
+    made = report(results)
     if options.json:
         temporary = options.json.with_suffix(".part")
         temporary.write_text(json.dumps(made, indent=0) + "\n")
@@ -214,7 +219,7 @@ def main() -> int:
                     failures += 1
                     where = [str(v) for k, v in row.items() if k != "cells"]
                     print("failed:", *where, form, variant, made["outcomes"][letter], sep=" | ")
-    return 1 if failures or not count else 0
+    return 1 if failures or not count or len(results) < len(chosen) else 0
 
 
 if __name__ == "__main__":
