@@ -853,13 +853,18 @@ def test_b5_state_dict_hooks(kind, device):
     assert seen == [shape, shape, shape, []]
 
 
-def test_b5_state_dict_is_live(device):
-    """As with separate parameters, a state dict refers to the parameters' memory."""
-    layer = Layers(True, device, "module", "plain")()
-    state = layer.state_dict()
+@every_kind
+def test_b5_state_dict_is_live(kind, device):
+    """A state dict holds plain tensors on the parameters' memory, as savers of bytes want them."""
+    layer = Layers(True, device, kind, "plain")()
+    state = torch.nn.ModuleDict({"experts": layer}).state_dict()
     with torch.no_grad():
-        layer.weight.mul_(2.0)
-    assert torch.equal(plain(state["weight"]), values(layer)["weight"])
+        for param in layer.parameters():
+            param.mul_(2.0)
+    for name, param in layer.named_parameters():
+        saved = state[f"experts.{name}"]
+        assert type(saved) is torch.Tensor and not saved.requires_grad
+        assert saved.data_ptr() == param.rowwise_data.data_ptr() and saved.shape == param.shape
 
 
 @every_numerics

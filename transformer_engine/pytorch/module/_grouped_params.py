@@ -29,6 +29,7 @@ from ..tensor import (
     MXFP8Quantizer,
     NVFP4Quantizer,
 )
+from ..tensor._packed_parameter import plain
 from ..tensor.grouped_tensor import GroupedTensor
 from ..triton.grouped_dbias_dscales import _is_deterministic_mode
 from ..utils import get_device_compute_capability
@@ -185,12 +186,12 @@ def regroup(module: torch.nn.Module) -> torch.nn.Module:
     put plain parameters in the place of grouped ones.
     """
     for stem in ("weight", "bias"):
-        plain = module._parameters.get(stem)
-        if plain is None or isinstance(plain, (GroupedTensor, DTensor)) or plain.dim() < 2:
+        param = module._parameters.get(stem)
+        if param is None or isinstance(param, (GroupedTensor, DTensor)) or param.dim() < 2:
             continue
-        grouped = torch.nn.Parameter(_grouped(plain.detach()), requires_grad=plain.requires_grad)
-        grouped.grad = plain.grad
-        vars(grouped).update(vars(plain))
+        grouped = torch.nn.Parameter(_grouped(param.detach()), requires_grad=param.requires_grad)
+        grouped.grad = param.grad
+        vars(grouped).update(vars(param))
         module.register_parameter(stem, grouped)
     return module
 
@@ -246,6 +247,13 @@ def to_layout_of(module: torch.nn.Module, state_dict: dict, prefix: str) -> None
             # Experts that the module lacks keep a key: a strict load then names them.
             for i, part in enumerate(_unstack(state_dict.pop(one))):
                 state_dict.setdefault(f"{one}{i}", part)
+
+
+def show_memory(state_dict: dict, prefix: str, keep_vars: bool) -> None:
+    """Put plain tensors on the parameters' memory into a state dict, for every way to save it."""
+    for key in (f"{prefix}weight", f"{prefix}bias"):
+        if key in state_dict and not keep_vars:
+            state_dict[key] = plain(state_dict[key])
 
 
 def _stack(parts: Sequence[torch.Tensor]) -> torch.Tensor:
