@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Build the fork's wheel: patched Python files, extension and core library in one.
+"""Build the fork's wheel: patched Python files, extension, kernels and core library in one.
 
 The compiled extension is cached by the content of its sources, the compiler,
-torch, CUDA and Python, so that an unchanged one is not compiled again.
-NVTE_CUDA_ARCHS (e.g. "90", "80;90", "native") keeps only those GPU
-architectures in the core library. MAX_JOBS limits the parallel compilers.
+torch, CUDA and Python, so that an unchanged one is not compiled again; the
+grouped wgrad kernels likewise (kernels.py). NVTE_CUDA_ARCHS (e.g. "90",
+"80;90", "native") keeps only those GPU architectures in the core library and
+in the kernels. MAX_JOBS limits the parallel compilers.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from .common import (
     TREE,
     ToolError,
     atomic_file,
-    atomic_folder,
     cache_dir,
+    cached_file,
     disk_full_explained,
     fork_version,
     hash_files,
@@ -42,6 +43,7 @@ from .common import (
     step,
 )
 from .fetch import core_folder, load_lock
+from .kernels import LIBRARY, kernels, kernels_key, wanted
 from .prune import parse_archs, prune, verify_loads
 from .tree import make_tree, pristine_copy
 
@@ -88,12 +90,11 @@ def header_folders(torch_folder: Path, system: Path = Path("/")) -> list[Path]:
 def compile_facts() -> dict[str, str]:
     """Everything but the sources that the compiled extension depends on, by name."""
     facts = environment.torch_facts()
-    nvcc = environment.cuda_toolkit(facts.cuda_major)
     found = {
         "python": environment.extension_suffix(),
         "torch": f"{facts.version} {facts.cuda}",
         "compiler": environment.compiler_version(),
-        "nvcc": subprocess.run([nvcc, "--version"], text=True, capture_output=True).stdout,
+        "nvcc": subprocess.run([nvcc(), "--version"], text=True, capture_output=True).stdout,
         "pybind11": version_of("pybind11"),
         "CMakeLists.txt": sha256(REPO / "CMakeLists.txt"),
     }
@@ -125,12 +126,10 @@ def extension_key(tree: Path, facts: dict[str, str]) -> str:
 
 def cmake_options(tree: Path) -> list[str]:
     """Options of the configure step, from the same NVTE_ variables as upstream's build."""
-    facts = environment.torch_facts()
-    nvcc = environment.cuda_toolkit(facts.cuda_major)
     nccl_ep = {"0": "OFF", "1": "ON"}.get(os.environ.get("NVTE_WITH_NCCL_EP", ""), "AUTO")
     return [
         "-G", "Ninja", f"-DTE_TREE={tree}", f"-DPython_EXECUTABLE={sys.executable}",
-        f"-DCMAKE_CUDA_COMPILER={nvcc}", f"-DTE_WITH_NCCL_EP={nccl_ep}",
+        f"-DCMAKE_CUDA_COMPILER={nvcc()}", f"-DTE_WITH_NCCL_EP={nccl_ep}",
         f"-DTE_DEBUG_SYMBOLS={'ON' if os.environ.get('NVTE_BUILD_DEBUG', '0') != '0' else 'OFF'}",
     ]  # fmt: skip
 
@@ -176,18 +175,13 @@ def extension(tree: Path = TREE, build: Path = EXT_BUILD) -> Path:
     """The compiled extension of a tree, from the cache when nothing it depends on changed."""
     facts = compile_facts()
     name = f"transformer_engine_torch{environment.extension_suffix()}"
-    folder = cache_dir() / "ext" / extension_key(tree, facts)[:32]
-    digest = folder / "sha256"
-    if (folder / name).is_file() and digest.is_file():
-        if digest.read_text() == sha256(folder / name):
-            say("extension: unchanged, taken from the cache")
-            return folder / name
-        say(f"extension: {folder / name} is damaged and is made again")
-    compile_extension(tree, build, facts)
-    with atomic_folder(folder) as temporary:
-        shutil.copyfile(build / name, temporary / name)
-        (temporary / "sha256").write_text(sha256(temporary / name))
-    return folder / name
+
+    def make() -> Path:
+        compile_extension(tree, build, facts)
+        return build / name
+
+    key = extension_key(tree, facts)
+    return cached_file(cache_dir() / "ext" / key[:32], name, "extension", make)
 
 
 def compile_extension(tree: Path, build: Path, facts: dict[str, str]) -> None:
@@ -240,13 +234,23 @@ def python_files(tree: Path) -> list[Path]:
     return sorted(p for p in files if p.suffix not in CXX_SUFFIXES)
 
 
-def stage(target: Path, *, tree: Path, archs: set | None, ext: Path, flavour: str) -> None:
+def stage(
+    target: Path,
+    *,
+    tree: Path,
+    archs: set | None,
+    ext: Path,
+    flavour: str,
+    library: Path | None = None,
+) -> None:
     """Write an importable ``transformer_engine`` folder below ``target``, in place of one there.
 
     Parameters
     ----------
     archs : set of str, optional
         GPU architectures to keep, e.g. {"90"}; all when None.
+    library : Path, optional
+        The grouped wgrad kernels.
     flavour : str
         "fork" or "stock"; written into ``wgrad_build.json``.
     """
@@ -258,14 +262,15 @@ def stage(target: Path, *, tree: Path, archs: set | None, ext: Path, flavour: st
         copy = target / path.relative_to(tree)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, copy)
-    shutil.copyfile(ext, package / ext.name)
-    for library in sorted(core_folder(facts.cuda_major).glob("*.so")):
-        if archs and library.name == "libtransformer_engine.so":
+    for compiled in filter(None, (ext, library)):
+        shutil.copyfile(compiled, package / compiled.name)
+    for core in sorted(core_folder(facts.cuda_major).glob("*.so")):
+        if archs and core.name == "libtransformer_engine.so":
             with step(f"pruning the core library to {', '.join(sorted(archs))}"):
-                prune(library, package / library.name, archs)
-                verify_loads(package / library.name)
+                prune(core, package / core.name, archs)
+                verify_loads(package / core.name)
         else:
-            shutil.copyfile(library, package / library.name)
+            shutil.copyfile(core, package / core.name)
     info = {
         "schema": 1, "flavour": flavour, "upstream": load_lock()["version"],
         "version": fork_version(load_lock()["version"]) if flavour == "fork" else load_lock()["version"],
@@ -286,7 +291,13 @@ def stage_fork(target: Path) -> None:
     """What setup.py calls: everything of the wheel below ``target``."""
     archs = parse_archs(os.environ.get("NVTE_CUDA_ARCHS", ""))
     tree = patched_tree()
-    stage(target, tree=tree, archs=archs, ext=extension(tree), flavour="fork")
+    library = kernels(tree, archs, nvcc())
+    stage(target, tree=tree, archs=archs, ext=extension(tree), flavour="fork", library=library)
+
+
+def nvcc() -> Path:
+    """The nvcc that goes with this Python's torch."""
+    return environment.cuda_toolkit(environment.torch_facts().cuda_major)
 
 
 def stage_stock(target: Path) -> None:
@@ -311,7 +322,7 @@ def wheel_key(tree: Path) -> str:
     }
     return hash_files(
         python_files(tree), tree, hash_files(own, REPO), extension_key(tree, compile_facts()),
-        json.dumps(facts, sort_keys=True),
+        kernels_key(tree, archs, nvcc()), json.dumps(facts, sort_keys=True),
     )  # fmt: skip
 
 
@@ -344,8 +355,12 @@ def build_wheel(out: Path = DIST, *, tree: Path | None = None) -> Path:
     with scratch_folder(out / "wheel") as folder:
         made = pip_wheel(folder)
         with zipfile.ZipFile(made) as archive:
-            if not any(n.endswith("libtransformer_engine.so") for n in archive.namelist()):
-                raise ToolError("The wheel holds no core library.", "please report this as a bug.")
+            parts = {"core library": "libtransformer_engine.so"}
+            if wanted(tree, parse_archs(os.environ.get("NVTE_CUDA_ARCHS", ""))):
+                parts["grouped wgrad kernels"] = LIBRARY
+            for what, name in parts.items():
+                if not any(n.endswith(name) for n in archive.namelist()):
+                    raise ToolError(f"The wheel holds no {what}.", "please report this as a bug.")
         digest = sha256(made)
         os.replace(made, out / made.name)
     with atomic_file(out / "wheel.json") as temporary:

@@ -8,6 +8,7 @@ The bundle is one ``.tar.xz`` with one folder::
     payload/                what is copied to site-packages: Python files, core library
     ext/                    a finished extension (--ext), tied to one torch and one Python
     sources/                the extension's sources and CMakeLists.txt (--ext-sources)
+    kernels/                the grouped wgrad kernels, finished where nvcc is here, and sources
     wheels/                 packages that Transformer Engine imports and a node may lack
     tests/, ci/             the fork's tests, when the repository holds them
 
@@ -32,7 +33,7 @@ import zipfile
 from pathlib import Path
 from typing import NamedTuple
 
-from . import prune
+from . import environment, prune
 from .build import REQUIRES
 from .common import (
     DIST,
@@ -48,6 +49,7 @@ from .common import (
     sha256,
     step,
 )
+from .kernels import LIBRARY, OPTIONS, SOURCE, kernels, sources, targets, wanted
 
 SCHEMA = 1
 HERE = Path(__file__).resolve().parent
@@ -127,7 +129,7 @@ def main(args: argparse.Namespace) -> None:
     if not (tree / "transformer_engine/pytorch").is_dir():
         raise ToolError(f"No patched tree in {tree}.", "run: python -m build_tools apply")
     archs = prune.parse_archs(args.archs)
-    sources = args.ext_sources or args.ext is None
+    ext_sources = args.ext_sources or args.ext is None
     ext = None if args.ext is None else describe_ext(args.ext, args.python_version, args.ext_torch)
     core = args.core
     if core is None:
@@ -154,8 +156,9 @@ def main(args: argparse.Namespace) -> None:
         if ext:
             (root / "ext").mkdir()
             shutil.copyfile(args.ext, root / "ext" / ext["file"])
-        if sources:
+        if ext_sources:
             copy_sources(tree, root / "sources")
+        library = add_kernels(tree, archs, args.cuda, root / "kernels")
         wheels = []
         if not args.no_wheels:
             wheels = add_wheels(root / "wheels", args.python_version)
@@ -170,7 +173,8 @@ def main(args: argparse.Namespace) -> None:
             "cuda_major": args.cuda,
             "python": args.python_version,
             "ext": ext,
-            "sources": sources,
+            "sources": ext_sources,
+            "kernels": library,
             "wheels": wheels,
             "requires": list(REQUIRES),
             "files": hashes(root),
@@ -284,10 +288,35 @@ def copy_sources(tree: Path, target: Path) -> None:
     shutil.copyfile(cmake, target / "CMakeLists.txt")
     for part in ("transformer_engine/pytorch/csrc", "transformer_engine/common"):
         for path in sorted((tree / part).rglob("*")):
-            if path.is_file() and path.suffix in NATIVE:
+            if path.is_file() and path.suffix in NATIVE and "wgrad_kernels" not in path.parts:
                 copy = target / "tree" / path.relative_to(tree)
                 copy.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(path, copy)
+
+
+def add_kernels(tree: Path, archs: set | None, cuda: int, target: Path) -> dict | None:
+    """Add the grouped wgrad kernels: sources, and the library where this machine has nvcc.
+
+    Returns
+    -------
+    dict or None
+        For the manifest: the library's and the source's file names (the former None where
+        the node must compile it) and nvcc's options; None without kernels for these GPUs.
+    """
+    if not wanted(tree, archs):
+        return None
+    target.mkdir()
+    for path in sources(tree):
+        shutil.copyfile(path, target / path.name)
+    file = None
+    try:
+        nvcc = environment.cuda_toolkit(cuda)
+    except ToolError as error:
+        say(f"the node compiles the grouped wgrad kernels: {error.args[0]}")
+    else:
+        shutil.copyfile(kernels(tree, archs, nvcc), target / LIBRARY)
+        file = LIBRARY
+    return {"file": file, "source": SOURCE, "nvcc": [*OPTIONS, *targets(archs)]}
 
 
 def copy_extras(root: Path) -> None:

@@ -25,6 +25,7 @@ SCHEMA = 1
 PACKAGE = "transformer_engine"
 STOCK = ("transformer-engine-torch", "transformer-engine-cu12", "transformer-engine-cu13")
 MARK = "te-wgrad-bundle.json"
+KERNELS = "libte_grouped_wgrad.so"
 
 
 class Problem(NamedTuple):
@@ -222,6 +223,52 @@ def build_extension(root: Path, build: Path, jobs: int, manifest: dict) -> Path:
     return next((build / "ext").glob("transformer_engine_torch*.so"))
 
 
+def find_nvcc(cuda_major: int, system: Path = Path("/usr/local")) -> Path | None:
+    """nvcc of a CUDA toolkit of the major version, or None."""
+    homes = [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")]
+    places = [Path(home) / "bin/nvcc" for home in homes if home]
+    places += [Path(path) for path in [shutil.which("nvcc")] if path]
+    places += sorted(system.glob("cuda*/bin/nvcc"), reverse=True)
+    for nvcc in places:
+        if nvcc.is_file() and os.access(nvcc, os.X_OK):
+            text = subprocess.run([nvcc, "--version"], text=True, capture_output=True).stdout
+            if f"release {cuda_major}." in text:
+                return nvcc
+    return None
+
+
+def loads(library: Path) -> bool:
+    """Whether a library loads here, asked in a process of its own."""
+    code = "import ctypes, sys; ctypes.CDLL(sys.argv[1])"
+    return not subprocess.run([sys.executable, "-c", code, library], capture_output=True).returncode
+
+
+def grouped_wgrad_library(root: Path, build: Path, manifest: dict) -> Path | None:
+    """The grouped wgrad kernels: the bundle's library where it loads, else compiled here.
+
+    None, with a line that says why, where they cannot be had: cuBLAS then does their work.
+    """
+    wanted = manifest.get("kernels")
+    if not wanted:
+        return None
+    folder = root / "kernels"
+    if wanted["file"] and loads(folder / wanted["file"]):
+        return folder / wanted["file"]
+    nvcc = find_nvcc(manifest["cuda_major"])
+    why = f"no nvcc of CUDA {manifest['cuda_major']} to compile them with (set CUDA_HOME)"
+    if nvcc:
+        print("compiling the grouped wgrad kernels ...", flush=True)
+        build.mkdir(parents=True, exist_ok=True)
+        command = [nvcc, *wanted["nvcc"], "-o", build / KERNELS, folder / wanted["source"]]
+        done = subprocess.run([str(c) for c in command], text=True, capture_output=True)
+        if done.returncode == 0 and loads(build / KERNELS):
+            return build / KERNELS
+        lines = (done.stdout + done.stderr).strip().splitlines()
+        why = f"{nvcc}: {lines[-1] if lines else 'the library does not load'}"
+    print(f"without the grouped wgrad kernels, cuBLAS serves: {why}", flush=True)
+    return None
+
+
 def write_dist_info(stage: Path, manifest: dict, mark: dict) -> Path:
     """Write what pip reads, so that ``pip show`` and ``pip uninstall`` work."""
     info = stage / f"{PACKAGE}-{manifest['version']}.dist-info"
@@ -309,6 +356,7 @@ def main() -> None:
     else:
         print(f"building the extension for torch {node['torch']} ...", flush=True)
         ext = build_extension(root, args.build_dir or root / "build", args.jobs, manifest)
+    kernels = grouped_wgrad_library(root, args.build_dir or root / "build", manifest)
     if wheels:
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
         if target != Path(sysconfig.get_paths()["platlib"]).resolve():
@@ -324,6 +372,8 @@ def main() -> None:
             ext,
             stage / PACKAGE / f"transformer_engine_torch{sysconfig.get_config_var('EXT_SUFFIX')}",
         )
+        if kernels:
+            shutil.copyfile(kernels, stage / PACKAGE / KERNELS)
         write_dist_info(stage, manifest, mark)
         swap_in(stage, target)
     except OSError as error:

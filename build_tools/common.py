@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
@@ -155,6 +155,31 @@ def atomic_folder(target: Path) -> Iterator[Path]:
         yield temporary
         temporary.chmod(0o755)
         swap_folder(temporary, target)
+
+
+def cached_file(folder: Path, name: str, what: str, make: Callable[[], Path]) -> Path:
+    """``folder / name``, made when it is not there whole.
+
+    Parameters
+    ----------
+    folder : Path
+        Named by everything that the file depends on.
+    what : str
+        For the line that says where the file came from.
+    make : callable
+        Makes the file outside ``folder`` and returns its path.
+    """
+    path, digest = folder / name, folder / "sha256"
+    if path.is_file() and digest.is_file():
+        if digest.read_text() == sha256(path):
+            say(f"{what}: unchanged, taken from the cache")
+            return path
+        say(f"{what}: {path} is damaged and is made again")
+    made = make()
+    with atomic_folder(folder) as temporary:
+        shutil.copyfile(made, temporary / name)
+        (temporary / "sha256").write_text(sha256(temporary / name))
+    return path
 
 
 def swap_folder(new: Path, target: Path) -> None:

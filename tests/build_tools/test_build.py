@@ -16,6 +16,7 @@ from build_tools import build, environment
 from build_tools.common import REPO, ToolError
 
 OVERLAY = "transformer_engine/pytorch/module/_new.py"
+KERNELS = "transformer_engine/pytorch/csrc/wgrad_kernels/grouped_wgrad.cu"
 CPP = "transformer_engine/pytorch/csrc/extensions/pybind.cpp"
 SUFFIX = environment.extension_suffix()
 EXT = f"transformer_engine_torch{SUFFIX}"
@@ -54,12 +55,14 @@ def repo(tmp_path, monkeypatch):
 def wheels(plain, machine, repo, tmp_path, monkeypatch):
     """Ask for the wheel; ``made`` counts how often it was built."""
     state = SimpleNamespace(made=0, out=tmp_path / "dist", work=plain)
+    write(plain.tree / KERNELS)
 
     def pip_wheel(folder):
         state.made += 1
         path = folder / "te-1-py3-none-any.whl"
         with zipfile.ZipFile(path, "w") as wheel:
-            wheel.writestr("transformer_engine/libtransformer_engine.so", str(state.made))
+            for name in ("libtransformer_engine.so", "libte_grouped_wgrad.so"):
+                wheel.writestr(f"transformer_engine/{name}", str(state.made))
         return path
 
     def ask():
@@ -91,6 +94,7 @@ WHEEL_CHANGES = {
     "python-file": lambda w, m, r, p: append(w.base),
     "overlay": lambda w, m, r, p: append(w.tree / OVERLAY),
     "overlay-gone": lambda w, m, r, p: (w.tree / OVERLAY).unlink(),
+    "kernels": lambda w, m, r, p: append(w.tree / KERNELS),
     "archs": lambda w, m, r, p: p.setenv("NVTE_CUDA_ARCHS", "90"),
     "torch": lambda w, m, r, p: setattr(m, "torch", m.torch.__class__("2.15", "13.0", "x")),
     "compiler": lambda w, m, r, p: setattr(m, "compiler", "c++ 13"),
@@ -210,15 +214,31 @@ def test_a_failed_build_keeps_the_old_wheel(wheels, monkeypatch, error):
     assert snapshot(wheels.out) == before and not scratch(wheels.out)
 
 
-def test_a_wheel_without_the_core_library_is_not_kept(wheels, monkeypatch):
-    def empty(folder):
-        zipfile.ZipFile(folder / "te-1.whl", "w").close()
+@pytest.mark.parametrize("missing", ["core library", "grouped wgrad kernels"])
+def test_a_wheel_without_a_library_is_not_kept(wheels, monkeypatch, missing):
+    names = {
+        "core library": "libtransformer_engine.so",
+        "grouped wgrad kernels": "libte_grouped_wgrad.so",
+    }
+
+    def lacking(folder):
+        with zipfile.ZipFile(folder / "te-1.whl", "w") as wheel:
+            for what, name in names.items():
+                if what != missing:
+                    wheel.writestr(f"transformer_engine/{name}", "x")
         return folder / "te-1.whl"
 
-    monkeypatch.setattr(build, "pip_wheel", empty)
-    with stops("holds no core library", next_step="report"):
+    monkeypatch.setattr(build, "pip_wheel", lacking)
+    with stops(f"holds no {missing}", next_step="report"):
         wheels.ask()
     assert snapshot(wheels.out) == {}
+
+
+def test_a_wheel_for_old_gpus_needs_no_kernels(wheels, monkeypatch):
+    monkeypatch.setenv("NVTE_CUDA_ARCHS", "75")
+    monkeypatch.setattr(build, "LIBRARY", "something-else.so")
+    wheels.ask()
+    assert wheels.made == 1
 
 
 @pytest.mark.parametrize(
@@ -332,11 +352,12 @@ def test_headers_of_the_system(tmp_path):
     "change",
     [
         lambda work, patch: append(work.tree / BASE),
+        lambda work, patch: write(work.tree / KERNELS),
         lambda work, patch: patch.setenv("NVTE_CUDA_ARCHS", "90"),
         lambda work, patch: patch.setenv("CMAKE_BUILD_PARALLEL_LEVEL", "2"),
         lambda work, patch: patch.setenv("MAX_JOBS", "2"),
     ],
-    ids=["python-file", "archs", "parallel-level", "max-jobs"],
+    ids=["python-file", "kernels", "archs", "parallel-level", "max-jobs"],
 )
 def test_what_it_does_not_depend_on(extensions, monkeypatch, change):
     extensions.ask()
@@ -466,11 +487,12 @@ def test_options_for_cmake(machine, monkeypatch, value, option):
 
 @pytest.fixture
 def staged(plain, machine, repo, lock, archives, tmp_path):
-    def ask(archs=None, flavour="fork"):
+    def ask(archs=None, flavour="fork", **more):
         write(tmp_path / EXT, "extension")
         build.stage(
-            tmp_path / "lib", tree=plain.tree, archs=archs, ext=tmp_path / EXT, flavour=flavour
-        )
+            tmp_path / "lib", tree=plain.tree, archs=archs, ext=tmp_path / EXT, flavour=flavour,
+            **more,
+        )  # fmt: skip
         return tmp_path / "lib/transformer_engine"
 
     return ask
@@ -487,6 +509,12 @@ def test_the_staged_package(staged, plain):
     info = json.loads(files["wgrad_build.json"])
     assert (info["archs"], info["torch"], info["cuda"]) == ("all", "2.14.1+cu130", "13.0")
     assert info["version"].startswith("2.20.2+wgrad.")
+
+
+def test_the_kernels_are_staged_beside_the_extension(staged, tmp_path):
+    write(tmp_path / "libte_grouped_wgrad.so", "kernels")
+    files = snapshot(staged(library=tmp_path / "libte_grouped_wgrad.so"))
+    assert files["libte_grouped_wgrad.so"] == b"kernels"
 
 
 def test_files_of_an_earlier_build_do_not_stay(staged):
