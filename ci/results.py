@@ -414,8 +414,9 @@ def single_weight_table() -> str:
     ]
     for row in report["rows"]:
         device, host = row["separate_device_ms"], row["separate_host_ms"]
+        how = ["fused"] * row["fused"] + ["device splits"] * (row.get("splits") == "device")
         lines.append(
-            f"| {row['name']} | {'fused' if row['fused'] else ''} | {device:.3f} "
+            f"| {row['name']} | {', '.join(how)} | {device:.3f} "
             f"| {row['single_device_ms']:.3f} | {row['single_device_ms'] / device:.3f} "
             f"| {row['again_device_ms'] / device:.3f} | {host:.3f} | {row['single_host_ms']:.3f} "
             f"| {row['single_host_ms'] / host:.2f} |"

@@ -69,10 +69,13 @@ class Masters:
         self.params = list(model.parameters())
         self.copies = [(p.detach() * 1).float().requires_grad_() for p in self.params]
         self.adam = torch.optim.AdamW(self.copies, lr=3e-3, foreach=False)
-        for param in (
-            p for n, p in model.named_parameters() if ".weight" in n and "router" not in n
-        ):
-            param.main_grad = torch.zeros(param.shape, device=param.device)
+        for layer in (layer for experts in model for layer in (experts.up, experts.down)):
+            # One buffer a layer, as frameworks have: the same kernel then serves both layouts.
+            weights = [p for n, p in layer.named_parameters() if n.startswith("weight")]
+            sizes = [weight.numel() for weight in weights]
+            buffer = torch.zeros(sum(sizes), device=weights[0].device)
+            for weight, part in zip(weights, buffer.split(sizes)):
+                weight.main_grad = part.view(tuple(weight.shape))
 
     def step(self) -> None:
         """Step the copies with main_grad or .grad, then clear both."""

@@ -497,6 +497,17 @@ def _grouped_dbias_kernel(dy, dbias, offsets, scales, bias, dscales, _hidden, **
         dbias[group] += rows.sum(0)
 
 
+def _grouped_bias_add_kernel(out, bias, offsets, scales, _width, **constants) -> None:
+    """Add each group's bias, times a scale a row, to its rows of ``out``."""
+    start = 0
+    for group, stop in enumerate(offsets.tolist()):
+        added = bias[group].float()
+        if constants["HAS_SCALES"]:
+            added = added * scales[start:stop, None]
+        out[start:stop] = (out[start:stop].float() + added).to(out.dtype)
+        start = stop
+
+
 def _replace_triton_launches() -> None:
     # pylint: disable=import-outside-toplevel
     from triton.runtime.jit import KernelInterface
@@ -504,7 +515,10 @@ def _replace_triton_launches() -> None:
     def launch(kernel, _grid):
         while not hasattr(kernel, "__name__"):  # an autotuner
             kernel = kernel.fn
-        known = {"_grouped_dbias_kernel": _grouped_dbias_kernel}
+        known = {
+            "_grouped_dbias_kernel": _grouped_dbias_kernel,
+            "_grouped_bias_add_kernel": _grouped_bias_add_kernel,
+        }
         return _without_grad(known.get(kernel.__name__, _missing(kernel.__name__)))
 
     KernelInterface.__getitem__ = launch

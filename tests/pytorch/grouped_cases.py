@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import sys
 
+import pytest
 import torch
 from transformer_engine.common import recipe as recipes
 
@@ -31,6 +32,8 @@ class Case:
         "module" or "ops".
     bias : str
         "none", "separate" or "single" (which is separate in the reference).
+    side_by_side : bool
+        Separate weights lie in one buffer.
     single_weight : bool
         False tests a single bias beside separate weights.
     frozen : str
@@ -38,7 +41,7 @@ class Case:
     fuse, delay : bool
         main_grad; backward_dw().
     main_grad : str
-        "same", "flat", "2d" or "band": a slice of a larger buffer.
+        A layout of :func:`give_main_grads`; in the reference, "same".
     splits : tuple or None
         Token counts; None for SPLITS.
     form : str
@@ -50,6 +53,7 @@ class Case:
     kind: str = "module"
     bias: str = "separate"
     single_weight: bool = True
+    side_by_side: bool = False
     frozen: str = ""
     fuse: bool = False
     delay: bool = False
@@ -81,6 +85,8 @@ def build(case: Case, device, *, single: bool, init=contextlib.nullcontext):
             **extra,
         )
     fill(layer)
+    if case.side_by_side and not single:
+        side_by_side(layer)
     for name, param in layer.named_parameters():
         param.requires_grad_(name.rstrip("0123456789") not in case.frozen.split())
     return layer
@@ -133,6 +139,11 @@ def loss_of(out) -> torch.Tensor:
     return (out.float() * out.float().detach().sin()).sum()
 
 
+def linear_loss(out) -> torch.Tensor:
+    """A loss whose gradient does not depend on the output, so that it is the same for two of them."""
+    return (out.float() * numbers(out.shape, 41).to(out.device)).sum()
+
+
 def packed(layer, stem: str, of=lambda param: param) -> torch.Tensor | None:
     """``of(parameter)`` of the one parameter, or of the experts' ones, stacked."""
     single = getattr(layer, stem, None)
@@ -154,26 +165,33 @@ def gradients(layer) -> dict:
 
 
 def give_main_grads(layer, layout="same", value=0.25, **attributes) -> list[torch.Tensor]:
-    """An fp32 main_grad for each weight in a layout of its own; the buffers with their guards."""
-    buffers = []
-    for name, param in layer.named_parameters():
-        if not name.startswith("weight"):
-            continue
-        guard = 32 if layout == "band" else 0
-        buffer = torch.full((param.numel() + 2 * guard,), value, device=param.device)
-        part = buffer[guard : guard + param.numel()]
+    """An fp32 main_grad for each weight in one buffer, which is returned with its guards.
+
+    Layouts: "same" (as the weight), "flat", "2d", "band" (guarded), "apart" (a gap after each).
+    """
+    weights = [p for n, p in layer.named_parameters() if n.startswith("weight")]
+    guard, gap = 32 if layout == "band" else 0, 64 if layout == "apart" else 0
+    size = sum(weight.numel() + gap for weight in weights)
+    buffer = torch.full((size + 2 * guard,), value, device=weights[0].device)
+    place = guard
+    for weight in weights:
+        part = buffer[place : place + weight.numel()]
+        place += weight.numel() + gap
         shapes = {"flat": (-1,), "2d": (-1, IN)}
-        param.main_grad = part.view(shapes.get(layout, tuple(param.shape)))
+        weight.main_grad = part.view(shapes.get(layout, tuple(weight.shape)))
         for key, attribute in attributes.items():
-            setattr(param, key, attribute)
-        buffers.append(buffer)
-    return buffers
+            setattr(weight, key, attribute)
+    return buffer
 
 
-def train(case: Case, device, *, single: bool, init=contextlib.nullcontext, autocast=None, **late):
+def train(
+    case: Case, device, *, single: bool, init=contextlib.nullcontext, autocast=None, loss=loss_of,
+    **late,
+):  # fmt: skip
     """Two microbatches; outputs and gradients by name, one tensor a parameter."""
     layer = build(case, device, single=single, init=init)
-    buffers = give_main_grads(layer, case.main_grad if single else "same") if case.fuse else []
+    layout = case.main_grad if single or case.main_grad == "apart" else "same"
+    buffer = give_main_grads(layer, layout) if case.fuse else None
     rows = sum(case.splits or SPLITS)
     seen = {}
     for number, x in enumerate(inputs(device, 2, case.dtype, rows)):
@@ -181,7 +199,7 @@ def train(case: Case, device, *, single: bool, init=contextlib.nullcontext, auto
             splits = splits_as(case.form, case.splits or SPLITS, x.device)
             out = call(layer, x, splits, **late)
         out = out[0] if isinstance(out, tuple) else out
-        loss_of(out).backward()
+        loss(out).backward()
         seen |= {f"out{number}": out.detach(), f"dx{number}": x.grad}
         if case.delay:
             before = gradients(layer)["weight"]
@@ -190,11 +208,11 @@ def train(case: Case, device, *, single: bool, init=contextlib.nullcontext, auto
                 layer.backward_dw()
     seen |= gradients(layer)
     if case.fuse:
-        guard = 32 if single and case.main_grad == "band" else 0
-        for buffer in buffers:
-            edges = torch.cat([buffer[:guard], buffer[buffer.numel() - guard :]])
-            assert torch.equal(edges, torch.full_like(edges, 0.25)), "written outside main_grad"
-        seen["main_grad"] = torch.cat([b[guard : b.numel() - guard] for b in buffers])
+        guard = 32 if layout == "band" else 0
+        edges = torch.cat([buffer[:guard], buffer[buffer.numel() - guard :]])
+        assert torch.equal(edges, torch.full_like(edges, 0.25)), "written outside main_grad"
+        weights = (p for n, p in layer.named_parameters() if n.startswith("weight"))
+        seen["main_grad"] = torch.cat([weight.main_grad.reshape(-1) for weight in weights])
     return layer, seen
 
 
@@ -258,3 +276,55 @@ def recipe_is_available(name: str) -> bool:
         "nvfp4": "is_nvfp4_available",
     }.get(name)
     return query is None or getattr(te, query)()
+
+
+def side_by_side(layer) -> None:
+    """Put a layer's separate weights into one buffer, expert after expert."""
+    weights = [getattr(layer, f"weight{i}") for i in range(GROUPS)]
+    buffer = torch.stack([weight.detach() for weight in weights])
+    for weight, part in zip(weights, buffer):
+        weight.data = part
+
+
+@contextlib.contextmanager
+def grouped_wgrad_calls():
+    """The calls of the grouped wgrad kernel in the block; its reference runs without a GPU."""
+    kernels = "transformer_engine.pytorch.cpp_extensions._grouped_kernels"
+    kernels, module = sys.modules[kernels], sys.modules["transformer_engine.pytorch.grouped_wgrad"]
+    calls, kernel = [], module.grouped_wgrad
+
+    def spy(grad_output, inp, splits, out, *, accumulate=False):
+        calls.append(out)
+        if HAS_GPU:
+            return kernel(grad_output, inp, splits, out, accumulate=accumulate)
+        module.check(grad_output, inp, splits, out)
+        return out.copy_(
+            module.grouped_wgrad_reference(
+                grad_output, inp, splits, out, accumulate=accumulate, dtype=torch.float32
+            )
+        )
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "grouped_wgrad", spy)
+        if not HAS_GPU:
+            patch.setattr(kernels, "hopper_kernels", lambda device: module.enabled())
+            patch.setattr(
+                kernels, "splits_on_device", lambda s, device: torch.tensor(s, dtype=torch.int32)
+            )
+        yield calls
+
+
+def assert_near(got: dict, want: dict) -> None:
+    """The same names, and the same numbers up to the order of sums.
+
+    Sums are formed in fp32 and rounded once, so that a result of 16 bits may be one unit in the
+    last place away: 2**-8 of it in bf16, 2**-11 in fp16.
+    """
+    assert got.keys() == want.keys()
+    for name, value in want.items():
+        assert (got[name] is None) == (value is None), name
+        if value is not None:
+            assert got[name].shape == value.shape and got[name].dtype == value.dtype, name
+            limit = {torch.bfloat16: 2**-8, torch.float16: 2**-11}.get(value.dtype, 1e-5)
+            distance = (got[name].double() - value.double()).norm()
+            assert distance <= limit * value.double().norm(), f"{name}: {distance}"

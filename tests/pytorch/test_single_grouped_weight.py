@@ -46,8 +46,13 @@ needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="the CPU executor has no quan
 
 @pytest.fixture(autouse=True)
 def single_parameters(monkeypatch):
-    """Single parameters are behind a gate; memory that no kernel wrote is NaN."""
+    """Single parameters are behind a gate; memory that no kernel wrote is NaN.
+
+    Both layouts run cuBLAS here. Kernels that take one tensor for all experts have tests of their
+    own: test_wgrad_dispatch.py, test_device_splits.py.
+    """
     monkeypatch.setenv("NVTE_GROUPED_LINEAR_SINGLE_PARAM", "1")
+    monkeypatch.setenv("NVTE_GROUPED_WGRAD_KERNEL", "0")
     ours = sys.modules.get("transformer_engine.pytorch.module._grouped_params")
     if ours is not None:
         monkeypatch.setattr(ours, "_reported", set())

@@ -310,17 +310,17 @@ def _packed(bench, check, dtype, fused):
 
 
 def _give_main_grads(bench, layer, filled=False):
-    """Give each weight an fp32 buffer, as a training framework does."""
-    for number, param in enumerate(layer.parameters()):
-        if param.dim() < 2:
-            continue
+    """Give each weight an fp32 slice of one buffer, as a training framework does.
+
+    One and the same kernel then writes packed and separate experts.
+    """
+    weights = [param for param in layer.parameters() if param.dim() > 1]
+    sizes = [param.numel() for param in weights]
+    buffer = bench.torch.zeros(sum(sizes), dtype=bench.torch.float32, device=bench.device)
+    for number, (param, part) in enumerate(zip(weights, buffer.split(sizes))):
+        param.main_grad = part.view(tuple(param.shape))
         if filled:
-            param.main_grad = bench.noise(param, 50 + number, bench.torch.float32)
-        else:
-            shape = tuple(param.shape)
-            param.main_grad = bench.torch.zeros(
-                shape, dtype=bench.torch.float32, device=bench.device
-            )
+            param.main_grad.copy_(bench.noise(param, 50 + number, bench.torch.float32))
         param.grad_added_to_main_grad = False
 
 

@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor
 from ..distributed_weight import is_distributed_weight
 from ..quantization import FP8GlobalStateManager
 from ..quantized_tensor import QuantizedTensorStorage
-from ..tensor.grouped_tensor import GroupedTensor
+from ..tensor.grouped_tensor import GroupedTensor, GroupedTensorStorage
 from ..utils import get_nvtx_range_context
 
 __all__ = ["CapturedWgrads", "DelayedWgradMixin", "PendingWgrads", "apply_operations"]
@@ -113,6 +113,8 @@ def _detached(thing):
     """Plain tensors without the autograd graph that made them, which they would keep alive."""
     if isinstance(thing, (list, tuple)):
         return [_detached(item) for item in thing]
+    if isinstance(thing, GroupedTensorStorage) and thing.rowwise_data is not None:
+        thing.rowwise_data = _detached(thing.rowwise_data)  # the path's own wrapper of X or dY
     return thing.detach() if type(thing) is torch.Tensor and thing.requires_grad else thing
 
 

@@ -20,6 +20,7 @@ import torch
 import transformer_engine_torch as tex
 from torch.distributed.tensor import DTensor
 
+from ..cpp_extensions import _device_splits
 from ..cpu_offload import is_cpu_offload_enabled
 from ..quantization import FP8GlobalStateManager
 from ..quantized_tensor import QuantizedTensorStorage
@@ -397,9 +398,10 @@ def _why_split(module, m_splits, weights, output_quantizers, debug) -> str | Non
             return "the weights do not lie in one GroupedTensor buffer"
         if weight.quantizer is not None and not module.fp8:
             return "the weights are quantized and the compute is not"
-    if not is_module_grouped_tensor_path_supported(recipe, module.activation_dtype):
-        return _unsupported(recipe, module.activation_dtype)
-    return None
+    if is_module_grouped_tensor_path_supported(recipe, module.activation_dtype):
+        return None
+    why = _device_splits.why_not(recipe, module.activation_dtype, weights)
+    return why and f"{_unsupported(recipe, module.activation_dtype)}, and {why}"
 
 
 _PLAIN = "FSDP, a parametrization or an assignment put a plain tensor in place of a grouped one"
