@@ -4,8 +4,8 @@
 ``dW[g] += dY[g]^T X[g]``, bf16 in, accumulated into a packed fp32 ``main_grad``. The roofline is
 the larger of the matrix units' and the memory's time at the ceilings of one H200 (CEILINGS).
 
-Peers do the same work: Transformer Engine's split path, and ``torch._grouped_mm`` followed by an
-addition. Context, not peers: ``torch._grouped_mm`` alone (bf16 out, nothing read back) and one
+Peers do the same work: Transformer Engine's split path, ``torch._grouped_mm`` followed by an
+addition, and mslk-cuda's ``grouped_wgrad`` where it can be imported. Context, not peers: ``torch._grouped_mm`` alone (bf16 out, nothing read back) and one
 dense GEMM with as many operations (a bound that no grouped kernel with ragged groups reaches).
 
 Every number follows a check in the same process: against float64, from NaN when overwriting, with
@@ -15,7 +15,8 @@ runs the GPU rests ``--rest`` times the run's length: under lasting load it lowe
 a quarter, and the ceilings were measured in short bursts as well. ``--rest 0`` measures
 lasting load; the clock is reported either way.
 
-    python benchmarks/grouped_wgrad.py --json results/out.json
+    python benchmarks/grouped_wgrad.py --json report.json
+    python benchmarks/grouped_wgrad_plot.py report.json --out report.svg
     python benchmarks/grouped_wgrad.py --module transformer_engine/pytorch/grouped_wgrad.py
 """
 
@@ -25,6 +26,7 @@ import argparse
 import dataclasses
 import datetime
 import importlib.util
+import itertools
 import json
 import os
 import statistics
@@ -87,6 +89,7 @@ CEILINGS = (790e12, 4.3e12)  # FLOP/s, byte/s
 SLACK = 64  # rows after the last group
 FLUSH_BYTES = 256 << 20
 LIMIT = 1e-5  # relative Frobenius error against float64
+PEER_LIMIT = 5e-3  # of peers against ours: some round to bf16 on the way
 
 
 def load_module(path: str):
@@ -134,6 +137,12 @@ class Buffers:
             layout="NT", grad=True, accumulate=True, use_split_accumulator=True,
         )  # fmt: skip
 
+    def mslk(self) -> None:
+        """One launch of mslk-cuda's kernel."""
+        torch.ops.mslk.bf16bf16bf16_grouped_wgrad(
+            self.dy_rows, self.x_rows, self.splits, self.out, True
+        )
+
     def torch_grouped(self) -> torch.Tensor:
         """Bf16 results, not accumulated."""
         return torch._grouped_mm(self.dy_rows.t(), self.x_rows, offs=self.offsets)
@@ -178,8 +187,59 @@ class Buffers:
             self.out.copy_(before)
             self.ours()
             assert torch.equal(self.out, first), "runs differ"
-        self.out.zero_()
         return worst
+
+    def check_peers(self, peers: dict) -> None:
+        """Raise where a peer does other work than ours."""
+        self.out.zero_()
+        self.ours()
+        wanted = self.out.clone()
+        for name, function in peers.items():
+            self.out.zero_()
+            function()
+            error = ((self.out - wanted).norm() / wanted.norm()).item()
+            assert error < PEER_LIMIT, f"{name}: error {error}"
+
+    def temporary_bytes(self) -> int:
+        """Device memory that a call takes above what was there."""
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        self.ours()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+
+
+# What --check-only runs: widths, rows of each group.
+SMALL = [
+    (136, 264, (1, 15, 16, 0, 17, 33, 65)),  # edges, tails, an empty group
+    (512, 640, (130, 40, 300)),  # several tiles a cluster
+    (256, 256, (700, 3, 0, 40, 1, 90)),  # skewed
+]
+PORTABLE = 1 << 16  # the flag for the kernel of other GPUs
+
+
+def check_small(wgrad) -> None:
+    """Every way to call the kernels once, on small operands, against float64."""
+    for flags, dtype, same, accumulate, (out_features, in_features, counts) in itertools.product(
+        (-1, PORTABLE), (torch.bfloat16, torch.float16), (False, True), (False, True), SMALL
+    ):
+        rows, types = sum(counts) + SLACK, {"device": "cuda", "dtype": dtype}
+        dy, x = torch.randn(rows, out_features, **types), torch.randn(rows, in_features, **types)
+        dy[sum(counts) :], x[sum(counts) :] = float("nan"), float("nan")
+        splits = torch.tensor(counts, device="cuda")
+        out = torch.randn(
+            len(counts), out_features, in_features, device="cuda",
+            dtype=dtype if same else torch.float32,
+        )  # fmt: skip
+        if not accumulate:
+            out.fill_(float("nan"))
+        wanted = wgrad.grouped_wgrad_reference(dy, x, splits, out, accumulate=accumulate)
+        wgrad.grouped_wgrad(dy, x, splits, out, accumulate=accumulate, flags=flags)
+        error = ((out - wanted).norm() / wanted.norm()).item()
+        limit = torch.finfo(dtype).eps if same else LIMIT
+        assert error < limit, f"{flags=} {dtype=} {same=} {accumulate=} {counts=}: {error}"
+    print("all small cases are right")
 
 
 def has_te() -> bool:
@@ -191,15 +251,32 @@ def has_te() -> bool:
     return callable(general_grouped_gemm)
 
 
-def contestants(buffers: Buffers) -> dict:
-    """What takes turns. The kernel comes twice: the difference is noise."""
-    table = {"ours": buffers.ours, "again": buffers.ours}
+def has_mslk() -> bool:
+    """Whether mslk-cuda can be imported."""
+    try:
+        import mslk  # noqa: F401
+    except (ImportError, OSError):
+        return False
+    return hasattr(torch.ops.mslk, "bf16bf16bf16_grouped_wgrad")
+
+
+def peers_of(buffers: Buffers) -> dict:
+    """What does the same work."""
+    table = {}
     if has_te():
         table["te_split_path"] = buffers.te_split_path
+    if has_mslk():
+        table["mslk"] = buffers.mslk
+    if hasattr(torch, "_grouped_mm"):
+        table["torch_grouped_mm_add"] = buffers.torch_grouped_add
+    return table
+
+
+def context_of(buffers: Buffers) -> dict:
+    """What does less, or the same without groups."""
+    table = {"dense_gemm": buffers.dense}
     if hasattr(torch, "_grouped_mm"):
         table["torch_grouped_mm"] = buffers.torch_grouped
-        table["torch_grouped_mm_add"] = buffers.torch_grouped_add
-    table["dense_gemm"] = buffers.dense
     return table
 
 
@@ -246,10 +323,11 @@ def measure(case: Case, wgrad, options, flush: torch.Tensor) -> dict:
     """One row of the report."""
     buffers = Buffers(case, wgrad, options.flags)
     error = buffers.check()
-    table = contestants(buffers)
+    peers, context = peers_of(buffers), context_of(buffers)
+    buffers.check_peers(peers)
+    # The kernel takes its turn twice: the difference is noise.
+    table = {"ours": buffers.ours, "again": buffers.ours, **peers, **context}
     times, clock = device_times(table, options.rounds, options.rest, flush)
-    peers = ("te_split_path", "torch_grouped_mm_add")
-    context = ("torch_grouped_mm", "dense_gemm")
     return {
         "name": case.name,
         "ms": times["ours"],
@@ -257,10 +335,11 @@ def measure(case: Case, wgrad, options, flush: torch.Tensor) -> dict:
         "roofline_ms": case.roofline_ms(),
         "of_roofline": case.roofline_ms() / times["ours"],
         "host_us": host_time(buffers.ours),
+        "temporary_bytes": buffers.temporary_bytes(),
         "clock_ghz": clock,
         "error": error,
-        "peers_ms": {name: times[name] for name in peers if name in times},
-        "context_ms": {name: times[name] for name in context if name in times},
+        "peers_ms": {name: times[name] for name in peers},
+        "context_ms": {name: times[name] for name in context},
     }
 
 
@@ -302,6 +381,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="write the report")
     parser.add_argument("--module", default="", help="file of the Python side, not the package's")
+    parser.add_argument("--check-only", action="store_true", help="small cases, nothing timed")
     parser.add_argument("--only", default="", help="cases whose name holds this")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--rest", type=float, default=2.0, help="pause, in lengths of the run")
@@ -311,7 +391,10 @@ def main() -> int:
         print("This benchmark needs a GPU.", file=sys.stderr)
         return 2
     wgrad = load_module(options.module)
-    has_te()  # imported before the environment is described
+    if options.check_only:
+        check_small(wgrad)
+        return 0
+    has_te(), has_mslk()  # imported before the environment is described
     flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
     report = {
         "what": "benchmark-grouped_wgrad",

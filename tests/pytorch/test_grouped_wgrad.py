@@ -98,6 +98,45 @@ def test_reference(case, accumulate):
     assert error(result, expected) < 1e-12
 
 
+def random_case(seed):
+    """Seeded widths and splits: empty groups, tails, one heavy group among light ones."""
+    shuffler = random.Random(seed)
+    groups = shuffler.randint(1, 12)
+    counts = [shuffler.choice([0, 1, 16, 50, 64, 100, 257]) for _ in range(groups)]
+    if seed % 3 == 0:
+        counts[shuffler.randrange(groups)] = shuffler.randint(600, 1500)
+    widths = [8 * shuffler.randint(1, 80) for _ in range(2)]
+    return Case(*widths, tuple(counts), shuffler.randint(0, 70))
+
+
+@pytest.mark.parametrize("accumulate", [False, True], ids=["overwrite", "accumulate"])
+def test_reference_random_splits(accumulate):
+    """Fuzz: the reference is one product over all rows, those of other groups masked out."""
+    for seed in range(20):
+        case = random_case(seed)
+        grad_output, inp, splits = operands(case, seed=seed)
+        out = output(case, torch.float32, accumulate)
+        rows = sum(case.splits)
+        owner = torch.repeat_interleave(torch.arange(len(case.splits)), splits)
+        mine = (owner == torch.arange(len(case.splits))[:, None]).double()
+        masked = mine[:, None, :] * grad_output[:rows].double().t()
+        expected = masked @ inp[:rows].double() + (out.double() if accumulate else 0)
+        result = gw.grouped_wgrad_reference(grad_output, inp, splits, out, accumulate=accumulate)
+        assert error(result, expected) < 1e-12, case
+
+
+@pytest.mark.parametrize("counts, same_as", [((-5, 10**9), (0, 512)), ((300, 300), (300, 212))])
+def test_reference_splits_out_of_range(counts, same_as):
+    """Splits that make no sense: negative ones are none, those past the last row are cut."""
+    grad_output, inp, _ = operands(CASES["even"])
+    out = output(CASES["even"], torch.float32, False)
+    results = [
+        gw.grouped_wgrad_reference(grad_output, inp, torch.tensor(splits), out)
+        for splits in (counts, same_as)
+    ]
+    assert torch.equal(*results)
+
+
 def strided(tensor):
     """The same numbers with a gap after each row."""
     wide = tensor.new_zeros(*tensor.shape[:-1], tensor.shape[-1] + 8)
@@ -221,25 +260,20 @@ def test_graph_follows_splits():
         assert torch.equal(out, eager)
 
 
+@pytest.mark.parametrize("out_type", ["fp32", "same"])
 @every_kernel
 @needs_library
-def test_random_splits(flags):
+def test_random_splits(flags, out_type):
     """Fuzz: random widths, groups and splits against the reference."""
-    shuffler = random.Random(7)
     for seed in range(30):
-        groups = shuffler.randint(1, 12)
-        counts = tuple(shuffler.choice([0, 1, 16, 50, 64, 100, 257]) for _ in range(groups))
-        case = Case(
-            8 * shuffler.randint(1, 80),
-            8 * shuffler.randint(1, 80),
-            counts,
-            shuffler.randint(0, 70),
-        )
-        grad_output, inp, splits = operands(case, device="cuda", seed=seed)
-        out = output(case, torch.float32, True, "cuda")
-        reference = gw.grouped_wgrad_reference(grad_output, inp, splits, out, accumulate=True)
-        gw.grouped_wgrad(grad_output, inp, splits, out, accumulate=True, flags=flags)
-        assert error(out, reference) < 1e-5, case
+        case, accumulate = random_case(seed), seed % 2 == 0
+        dtype = torch.float16 if seed % 4 == 1 else torch.bfloat16
+        grad_output, inp, splits = operands(case, dtype, "cuda", seed=seed)
+        out = output(case, torch.float32 if out_type == "fp32" else dtype, accumulate, "cuda")
+        reference = gw.grouped_wgrad_reference(grad_output, inp, splits, out, accumulate=accumulate)
+        gw.grouped_wgrad(grad_output, inp, splits, out, accumulate=accumulate, flags=flags)
+        limit = 1e-5 if out_type == "fp32" else torch.finfo(dtype).eps
+        assert error(out, reference) < limit, case
 
 
 @needs_library
