@@ -20,7 +20,6 @@ gradients, and autograd accumulates them as in the regular path::
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import weakref
@@ -28,6 +27,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
+from torch.autograd.graph import _engine_run_backward
 from torch.distributed.tensor import DTensor
 
 from ..distributed_weight import is_distributed_weight
@@ -370,26 +370,24 @@ def accumulate(pairs: list[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
     targets, grads = [t for t, _ in wanted], [g for _, g in wanted]
     wanted.clear()
     with torch.enable_grad():
-        if all(type(t) in _PLAIN and g is not None for t, g in zip(targets, grads)):
-            # The node of a view hands the gradient on as a tensor that nothing else refers to,
-            # which is moved into .grad. Like _DelayedHalf, without Python in the engine.
-            roots = [t.view_as(t) for t in targets]
-        else:
-            roots = [_DelayedHalf.apply(grads, *targets)]
-            grads = [roots[0].detach()]
+        half = _DelayedHalf.apply(grads, *targets)
     # The engine's device thread has nothing to overlap here; handing over to it costs more than
     # the work. Inside a backward the thread is the engine's already.
     inside = torch._C._current_graph_task_id() != -1
+    if inside:
+        _engine_run(half, targets)
+    else:
+        with torch.autograd.set_multithreading_enabled(False):
+            _engine_run(half, targets)
+
+
+def _engine_run(half: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:
+    # torch.autograd.backward without its checks of shapes and types: 40 us a call.
     # What a weight was computed from may be needed again by its next contribution.
     keep = any(target.grad_fn is not None for target in targets)
-    with contextlib.nullcontext() if inside else torch.autograd.set_multithreading_enabled(False):
-        # torch.autograd.backward without its checks of shapes and types: 40 us a call.
-        torch.autograd.Variable._execution_engine.run_backward(
-            tuple(roots), tuple(grads), keep, False, (), allow_unreachable=True, accumulate_grad=True
-        )
-
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+    _engine_run_backward(
+        (half,), (half.detach(),), keep, False, (), allow_unreachable=True, accumulate_grad=True
+    )
 
 
 class CapturedWgrads:
