@@ -462,7 +462,7 @@ def prove(_options: argparse.Namespace) -> None:
     stock, fork, gpu = (latest(what) for what in ("stock-cpu", "fork-cpu", "fork-gpu"))
     if stock is None or fork is None:
         raise SystemExit("error: no stock-cpu and fork-cpu results\n  next: CONTRIBUTING.md")
-    problems, number = [], 0
+    problems, newer, number = [], [], 0
     for path in sorted((ROOT / "patches").glob("**/*.patch")):
         for test in re.findall(r"^Test: tests/pytorch/(\S+)$", path.read_text(), re.M):
             number += 1
@@ -476,7 +476,7 @@ def prove(_options: argparse.Namespace) -> None:
             )
             ran = [o for o in before.values() if not o.startswith("skipped")]
             if not before or not after:
-                problems.append(f"{path.name}: {test} is not in the results")
+                newer.append(f"{path.name}: {test}")
             elif ran and set(ran) != {"failed"}:
                 problems.append(f"{path.name}: {test} passes on stock {ran.count('passed')} times")
             elif "failed" in (*after.values(), *device.values()):
@@ -485,7 +485,9 @@ def prove(_options: argparse.Namespace) -> None:
                 problems.append(f"{path.name}: {test} never ran on the fork")
     if problems:
         raise SystemExit("error: " + "\n  ".join(problems))
-    print(f"{number} tests named by patches: fail on stock, pass on the fork")
+    print(f"{number - len(newer)} tests named by patches: fail on stock, pass on the fork")
+    for test in newer:
+        print(f"warning: not proven, newer than the recorded runs (CONTRIBUTING.md): {test}")
 
 
 def main() -> None:
