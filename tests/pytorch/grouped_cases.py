@@ -164,7 +164,7 @@ def gradients(layer) -> dict:
     return {stem: packed(layer, stem, lambda p: p.grad) for stem in ("weight", "bias")}
 
 
-def give_main_grads(layer, layout="same", value=0.25, **attributes) -> list[torch.Tensor]:
+def give_main_grads(layer, layout="same", value=0.25, **attributes) -> torch.Tensor:
     """An fp32 main_grad for each weight in one buffer, which is returned with its guards.
 
     Layouts: "same" (as the weight), "flat", "2d", "band" (guarded), "apart" (a gap after each).
