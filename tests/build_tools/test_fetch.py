@@ -176,6 +176,8 @@ def test_a_fetch_that_is_killed_leaves_no_archive(fake_pip, tmp_path, number, co
     run = subprocess.Popen(
         [sys.executable, "-m", "build_tools", "fetch", "--no-core"],
         cwd=REPO, text=True, stderr=subprocess.PIPE, stdout=subprocess.PIPE,
+        # What a shell runs in the background ignores SIGINT, and so do its children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     try:
         end = time.monotonic() + 20
