@@ -5,6 +5,7 @@ Each scenario gets a function that makes layers, and returns tensors; it runs
 with single parameters and with separate ones, and the bits must agree.
 """
 
+import contextlib
 import copy
 import functools
 import io
@@ -35,6 +36,7 @@ from grouped_cases import (
 )
 
 import transformer_engine.pytorch as te
+from transformer_engine.pytorch import quantization
 
 # With a GPU some scenarios run on quantized weights and quantized compute too.
 NUMERICS = ["plain", "delayed", "current", "block"] if HAS_GPU else ["plain"]
@@ -498,11 +500,17 @@ def test_b4_graphed_callable(delay, device):
 
 # --- conversions and copies -------------------------------------------------
 
+
+def there_and_back(module, device):
+    """To the CPU, and to where it was: the place is asked for before it changes."""
+    return module.cpu().to(device)
+
+
 CONVERSIONS = {
     "to": lambda m: m.to(torch.float32),
     "half": lambda m: m.half(),
     "there-and-back": lambda m: m.float().bfloat16(),
-    "cpu": lambda m: m.cpu().to(next(m.parameters()).device),
+    "cpu": lambda m: there_and_back(m, next(m.parameters()).device),
 }
 
 
@@ -542,6 +550,32 @@ def test_b5_deepcopy_of_a_trained_layer(kind, delay, numerics, device):
     check(scenario, device, kind, numerics)
 
 
+def test_b5_deepcopy_of_a_quantized_gradient(device):
+    """torch copies .grad with every tensor but a plain parameter; Identity needs no kernel.
+
+    Not in ops: torch cannot copy a gradient of its separate Identity weights.
+    """
+
+    @contextlib.contextmanager
+    def init():  # quantized_model_init, which the CPU executor refuses for every recipe
+        with pytest.MonkeyPatch.context() as patch:
+            state = quantization.FP8GlobalStateManager.quantization_state
+            patch.setattr(state, "fp8_parameters", True)
+            patch.setattr(state, "fp8_recipe", RECIPES["custom-identity"]())
+            yield
+
+    def scenario(layers):
+        layer = build(Case(bias="none"), device, single=layers.single, init=init)
+        for param in layer.parameters():
+            param.grad = torch.full(param.shape, 2.0, dtype=param.dtype, device=device)
+        twin = copy.deepcopy(layer)
+        for param in layer.parameters():
+            param.grad.zero_()
+        return gradients(twin)
+
+    check(scenario, device)
+
+
 @every_numerics
 @both_delays
 @every_kind
@@ -561,7 +595,8 @@ def test_b5_saved_module(kind, delay, numerics, device):
                 param.zero_()
         (x,) = layers.x()
         assert all(isinstance(param, torch.nn.Parameter) for param in twin.parameters())
-        return {"out": layers.backward(twin, x), **gradients(twin), **values(layer)}
+        left = {f"{stem} left": value for stem, value in values(layer).items()}
+        return {"out": layers.backward(twin, x), **gradients(twin), **left}
 
     check(scenario, device, kind, numerics)
 

@@ -153,6 +153,9 @@ class PackedParameterMixin:
             else [copy.deepcopy(member, memo) for member in self.members]
         )
         out.requires_grad_(self.requires_grad)
+        if self.quantizer is not None:
+            # torch copies .grad with every tensor but a plain parameter.
+            out.grad = copy.deepcopy(self.grad, memo)
         if getattr(self, "_is_param", False):
             out._is_param = True
         return out
