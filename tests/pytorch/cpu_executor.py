@@ -234,6 +234,16 @@ def _members(group) -> list[torch.Tensor]:
     return [data[s : s + r * columns].view(r, columns) for s, r in zip(starts, rows)]
 
 
+def _groups(operand, splits) -> list[torch.Tensor]:
+    """The groups of an operand that is a list or one packed tensor."""
+    if not isinstance(operand, torch.Tensor):
+        return list(operand)
+    if operand.dim() == 3:
+        return list(operand.unbind())
+    rows = [*splits, len(operand) - sum(splits)]
+    return list(operand.split(rows))[:-1]
+
+
 class _References:
     """One method an entry point, with the entry point's name and argument order."""
 
@@ -273,15 +283,18 @@ class _References:
         pre_gelu_out, grad, workspace, workspace_size, accumulate, use_split_accumulator,
         math_sm_count,
     ):  # fmt: skip
-        """One GEMM a group; the bias list holds biases, or receives bias gradients."""
+        """One GEMM a group; the bias list holds biases, or receives bias gradients.
+
+        An operand is a list, or one tensor: ``[groups, ...]``, or rows that the splits cut.
+        """
         del bias_type, workspace, workspace_size, use_split_accumulator, math_sm_count
+        a, b = _groups(a, m_splits), _groups(b, m_splits)
         _no_quantizer("te_general_grouped_gemm", *a, *b)
         if any(t is not None and t.numel() for t in pre_gelu_out):
             raise NotImplementedError("te_general_grouped_gemm with GELU: run this on a GPU.")
-        if single_output:
-            outs = torch.split(out[0].view(-1, out[0].shape[-1]), list(m_splits))
-        else:
-            outs = out or [None] * len(a)
+        if single_output and not isinstance(out, torch.Tensor):
+            out = out[0].view(-1, out[0].shape[-1])
+        outs = [None] * len(a) if out is None else _groups(out, m_splits)
         results = []
         for i, (left, right) in enumerate(zip(a, b)):
             acc = _product(left, transa, right, transb)
@@ -290,7 +303,7 @@ class _References:
             if bias[i].numel() and grad:
                 bias[i].copy_(right.reshape(-1, right.shape[-1]).float().sum(dim=0))
             results.append(_store(acc, outs[i], self._dtype(out_dtype), accumulate))
-        return bias if out else results
+        return results if out is None else bias
 
     def te_general_grouped_gemm_for_grouped_tensor(
         self, a, transa, b, transb, out, bias, bias_scale, alpha, beta, workspace_setup, workspace,
@@ -549,7 +562,7 @@ def _pretend_split_sizes_on_device() -> None:
 
 # Host-only queries that the real extension answers without a GPU.
 _HOST = {"get_cudnn_version", "get_num_cublas_streams", "ubuf_built_with_mpi",
-         "get_grouped_gemm_setup_workspace_size"}  # fmt: skip
+         "get_grouped_gemm_setup_workspace_size", "grouped_operand_layout"}  # fmt: skip
 
 
 def _missing(name: str) -> Callable:
@@ -594,6 +607,7 @@ def _replace_entry_points(tex: types.ModuleType) -> None:
         if name.startswith("_") or isinstance(entry, type) or not callable(entry) or name in _HOST:
             continue
         replaced[id(entry)] = _without_grad(own[name]) if name in own else _missing(name)
+        replaced[id(entry)].native = entry  # it checks its operands without a GPU too
         setattr(tex, name, replaced[id(entry)])
     # Quantized compute is refused before it changes any state.
     quantization = sys.modules["transformer_engine.pytorch.quantization"]
