@@ -164,7 +164,9 @@ class Piece:
         target = outputs
         if group.layout == "packed":
             count, *shape = group.weights[0].shape
-            if isinstance(self.tensors[1], (list, tuple)):
+            if type(self.tensors[1]) is torch.Tensor:
+                target = outputs[0]
+            elif isinstance(self.tensors[1], (list, tuple)):
                 target = list(outputs[0].unbind())
             else:
                 target = GroupedTensor.make_grouped_tensor_from_rowwise_data(
@@ -174,9 +176,13 @@ class Piece:
                     dtype=outputs[0].dtype,
                 )
         done = self.gemm(*self.tensors, target, accumulate=group.fused and group.accumulates())
-        bgrads = list(done[1]) if isinstance(done, tuple) and done[1] is not None else []
-        if bgrads and bgrads[0] is not None and group.biases and group.biases[0].dim() == 2:
-            bgrads = [torch.stack(bgrads)]  # one parameter [groups, out]
+        bgrads = done[1] if isinstance(done, tuple) and done[1] is not None else []
+        if group.biases and group.biases[0].dim() == 2:  # one parameter [groups, out]
+            if isinstance(bgrads, torch.Tensor):
+                bgrads = [bgrads]
+            elif bgrads and bgrads[0] is not None:
+                bgrads = [torch.stack(list(bgrads))]
+        bgrads = list(bgrads)
         return [None] * len(outputs) if group.fused else outputs, bgrads
 
 

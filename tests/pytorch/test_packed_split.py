@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A single weight on the split path is one operand (B6); its numbers are tested with section B."""
+
+import sys
+
+import grouped_cases as cases
+import pytest
+import torch
+
+import transformer_engine.pytorch as te
+from transformer_engine.pytorch.module import _packed_split
+
+pytestmark = pytest.mark.filterwarnings("ignore:GroupedLinear is using single_grouped")
+tex = sys.modules["transformer_engine_torch"]
+
+
+class Binding:
+    """Stands before the binding: keeps its operands, and what Python runs outside of it."""
+
+    def __init__(self, patch) -> None:
+        self.run, self.calls, self.inside, self.python = tex.te_general_grouped_gemm, [], False, 0
+        patch.setattr(tex, "te_general_grouped_gemm", self)
+
+    def __call__(self, *args):
+        self.calls.append(args)
+        self.inside = True
+        try:
+            return self.run(*args)
+        finally:
+            self.inside = False
+
+    def count(self, _frame, event, _arg) -> None:
+        """For ``sys.setprofile``: calls of Python functions."""
+        self.python += event == "call" and not self.inside
+
+
+@pytest.fixture(autouse=True)
+def single_parameters(monkeypatch):
+    """Single parameters are behind a gate; the wgrad kernel would take the binding's work."""
+    monkeypatch.setenv("NVTE_GROUPED_LINEAR_SINGLE_PARAM", "1")
+    monkeypatch.setenv("NVTE_GROUPED_WGRAD_KERNEL", "0")
+
+
+@pytest.fixture
+def binding(monkeypatch):
+    """Keeps the operands of every grouped GEMM."""
+    return Binding(monkeypatch)
+
+
+def layer_of(groups: int, bias: bool, device, **extra):
+    """A layer with one weight, and an input with 16 rows an expert."""
+    layer = te.GroupedLinear(
+        groups, 32, 64, bias=bias, device=device, params_dtype=torch.bfloat16,
+        single_grouped_weight=True, single_grouped_bias=bias, **extra,
+    )  # fmt: skip
+    x = torch.randn(16 * groups, 32, device=device).to(torch.bfloat16).requires_grad_()
+    return layer, x
+
+
+@pytest.mark.parametrize("fuse", [False, True], ids=["grad", "main-grad"])
+@pytest.mark.parametrize("delay", [False, True], ids=["regular", "delayed"])
+@pytest.mark.parametrize("bias", [False, True], ids=["no-bias", "bias"])
+def test_b6_one_operand(bias, delay, fuse, binding, device):
+    """The binding reads the parameter's memory and writes the gradient's, as one tensor each."""
+    layer, x = layer_of(4, bias, device, delay_wgrad_compute=delay, fuse_wgrad_accumulation=fuse)
+    if fuse:
+        layer.weight.main_grad = torch.zeros(4, 64, 32, device=device)
+    layer(x, [16, 0, 16, 32]).sum().backward()
+    layer.backward_dw()
+    forward, dgrad, wgrad = binding.calls
+    memory = layer.weight.data_ptr() or layer.weight.rowwise_data.data_ptr()
+    for call in (forward, dgrad):
+        assert call[0].data_ptr() == memory and call[0].shape == (4, 64, 32)
+    assert wgrad[4].shape == (4, 64, 32)
+    if fuse:  # torch copies .grad where, as here, something else holds its memory
+        assert wgrad[4].data_ptr() == layer.weight.main_grad.data_ptr()
+    for call in binding.calls:
+        packed = [call[i] for i in (0, 2, 4)] + ([call[7]] if bias and call is not dgrad else [])
+        assert all(type(operand) is torch.Tensor for operand in packed)
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["no-bias", "bias"])
+def test_b6_no_python_for_an_expert(bias, binding, device):
+    """Sixteen times the experts, the same calls in Python (on the CPU, in the backward too)."""
+
+    def calls(groups: int) -> int:
+        layer, x = layer_of(groups, bias, device)
+        splits = [16] * groups
+        for _ in range(2):  # the second has nothing to look up
+            binding.python = 0
+            sys.setprofile(binding.count)
+            try:
+                out = layer(x, splits)
+                out.backward(torch.ones_like(out))
+            finally:
+                sys.setprofile(None)
+        return binding.python
+
+    assert calls(4) == calls(64)
+
+
+@pytest.mark.parametrize("splits", [[16, 16, 16, 17], [16, 16, 16, 15], [17, 16, 16, -1]])
+def test_b6_splits_must_add_up(splits, device):
+    layer, x = layer_of(4, False, device)
+    with pytest.raises(RuntimeError, match="split"):
+        layer(x, splits)
+
+
+def test_b6_width_must_fit(device):
+    layer, x = layer_of(4, False, device)
+    with pytest.raises(ValueError, match="not compatible with weight tensor"):
+        layer(x[:, :16].contiguous(), [16] * 4)
+
+
+@pytest.mark.parametrize("cast", [False, True], ids=["as-it-is", "cast"])
+def test_b6_buffers_of_the_caller(cast, device):
+    """``out`` and ``dgrad_out`` receive the results."""
+    case = cases.Case(bias="single", dtype=torch.float32 if cast else torch.bfloat16)
+    results = []
+    for single in (True, False):
+        layer = cases.build(case, device, single=single)
+        (x,) = cases.inputs(device, 1)
+        out = torch.full((cases.ROWS, cases.OUT), 7.0, device=device, dtype=torch.bfloat16)
+        dx = torch.full((cases.ROWS, cases.IN), 7.0, device=device, dtype=torch.bfloat16)
+        with torch.autocast("cuda", torch.bfloat16, enabled=cast):
+            y = layer(x, cases.SPLITS, out=out, dgrad_out=dx)
+        cases.loss_of(y).backward()
+        results.append((out, dx))
+    for single, separate in zip(*results):
+        assert torch.equal(single, separate)
+        assert not single.isnan().any() and not (single == 7.0).all()
+
+
+def test_b6_what_is_taken(device):
+    """Anything but one contiguous plain tensor keeps the path with one view an expert."""
+    layer, _ = layer_of(4, False, device)
+    assert _packed_split.takes(layer.weight)
+    assert not _packed_split.takes(torch.zeros(4, 32, 64, device=device).transpose(1, 2))
