@@ -550,22 +550,24 @@ def test_b5_deepcopy_of_a_trained_layer(kind, delay, numerics, device):
     check(scenario, device, kind, numerics)
 
 
+@contextlib.contextmanager
+def identity_weights():
+    """``quantized_model_init``, which the CPU executor refuses; Identity needs no kernel."""
+    with pytest.MonkeyPatch.context() as patch:
+        state = quantization.FP8GlobalStateManager.quantization_state
+        patch.setattr(state, "fp8_parameters", True)
+        patch.setattr(state, "fp8_recipe", RECIPES["custom-identity"]())
+        yield
+
+
 def test_b5_deepcopy_of_a_quantized_gradient(device):
     """torch copies .grad with every tensor but a plain parameter; Identity needs no kernel.
 
     Not in ops: torch cannot copy a gradient of its separate Identity weights.
     """
 
-    @contextlib.contextmanager
-    def init():  # quantized_model_init, which the CPU executor refuses for every recipe
-        with pytest.MonkeyPatch.context() as patch:
-            state = quantization.FP8GlobalStateManager.quantization_state
-            patch.setattr(state, "fp8_parameters", True)
-            patch.setattr(state, "fp8_recipe", RECIPES["custom-identity"]())
-            yield
-
     def scenario(layers):
-        layer = build(Case(bias="none"), device, single=layers.single, init=init)
+        layer = build(Case(bias="none"), device, single=layers.single, init=identity_weights)
         for param in layer.parameters():
             param.grad = torch.full(param.shape, 2.0, dtype=param.dtype, device=device)
         twin = copy.deepcopy(layer)
@@ -574,6 +576,47 @@ def test_b5_deepcopy_of_a_quantized_gradient(device):
         return gradients(twin)
 
     check(scenario, device)
+
+
+@pytest.mark.parametrize("source", ["quantized", "plain", "float32"])
+@pytest.mark.parametrize("numerics", [*NUMERICS, "identity"])
+def test_b5_copy_between_quantized_weights(numerics, source, device):
+    """Bits of a quantized weight, values of a plain one; the target keeps its memory."""
+
+    def make(layers):
+        if numerics == "identity":
+            return build(Case(bias="none"), device, single=layers.single, init=identity_weights)
+        return layers(bias="none")
+
+    def scenario(layers):
+        first, second = make(layers), make(layers)
+        with torch.no_grad():
+            for param in first.parameters():
+                param.mul_(3.0)
+            for old, new in zip(first.parameters(), second.parameters()):
+                if source != "quantized":
+                    old = plain(old).to(torch.bfloat16 if source == "plain" else torch.float32)
+                    old = old * 1.001
+                assert new.detach().copy_(old).shape == new.shape
+        return values(second)
+
+    check(scenario, device, numerics="plain" if numerics == "identity" else numerics)
+
+
+@pytest.mark.parametrize("numerics", [*NUMERICS[1:], "identity"])
+def test_b5_quantized_weight_on_another_device(numerics, device):
+    """It stays quantized, with the same bits, there and back."""
+    layers = Layers(True, device, "module", "plain" if numerics == "identity" else numerics)
+    if numerics == "identity":
+        layer = build(Case(bias="none"), device, single=True, init=identity_weights)
+    else:
+        layer = layers(bias="none")
+    moved = layer.weight.detach().cpu()
+    assert moved.device.type == "cpu" and type(moved) is type(layer.weight)
+    assert moved.quantizer is not None
+    moved.members[0].copy_(moved.members[1])  # memory of its own
+    back = layer.weight.detach().to("cpu", copy=True).to(layer.weight.device)
+    assert_same({"weight": plain(back)}, {"weight": plain(layer.weight)})
 
 
 @every_numerics

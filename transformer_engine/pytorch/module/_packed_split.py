@@ -179,7 +179,11 @@ def forward(
     if is_grad_enabled:
         ctx.packed_split = True
         ctx.group = Group(
-            [weight], layout="packed", fused=fused, dtype=dtype, first_microbatch=is_first_microbatch
+            [weight],
+            layout="packed",
+            fused=fused,
+            dtype=dtype,
+            first_microbatch=is_first_microbatch,
         )
         ctx.accumulate = fused and ctx.group.accumulates()  # as the weight says now
         wants_weight = weight.requires_grad

@@ -9,13 +9,13 @@ for the quantizer, in ``quantized_tensors`` themselves.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from ..quantized_tensor import QuantizedTensor
 
-__all__ = ["PackedParameterMixin", "is_quantized", "plain"]
+__all__ = ["PackedParameterMixin", "dispatch", "is_quantized", "plain"]
 
 _BUFFERS = (
     "rowwise_data", "columnwise_data", "scale_inv", "columnwise_scale_inv", "amax",
@@ -100,7 +100,13 @@ class PackedParameterMixin:
             for name in (*_BUFFERS, *_FACTS, "quantized_tensors"):
                 setattr(self, name, getattr(tensor, name))
         elif self.quantizer is not None:
-            self.quantize_(tensor)
+            values = tensor.detach().to(self.device).view(self.shape)
+            if self._is_packed():
+                self.quantize_(values)
+            else:
+                for member, value in zip(self.members, values.unbind()):
+                    member.data = value
+            self._set_nominal_dtype(tensor.dtype)
             return
         else:
             self.rowwise_data = tensor.detach().view(-1)
@@ -109,6 +115,16 @@ class PackedParameterMixin:
         if self.dtype != tensor.dtype or self.device != tensor.device:
             shell = _shell(type(self), self.shape, tensor.dtype, tensor.device)
             torch.Tensor.data.__set__(self, shell)  # pylint: disable=unnecessary-dunder-call
+
+    def _set_nominal_dtype(self, dtype: torch.dtype) -> None:
+        """Make ``dtype`` the one that quantized values dequantize to."""
+        if self.dtype == dtype:
+            return
+        shell = _shell(type(self), self.shape, dtype, self.device)
+        torch.Tensor.data.__set__(self, shell)  # pylint: disable=unnecessary-dunder-call
+        self.fake_dtype = dtype
+        if self._is_packed():
+            self.quantized_tensors = self._members_like(self)
 
     data = property(lambda self: torch.Tensor.data.__get__(self), _set_data)
 
@@ -134,24 +150,43 @@ class PackedParameterMixin:
             return self.rowwise_data.view(self.shape).to(dtype)
         return torch.stack([member.dequantize(dtype=dtype) for member in self.members])
 
-    def __deepcopy__(self, memo: dict) -> torch.Tensor:
-        if id(self) in memo:
-            return memo[id(self)]
-        if not self.is_leaf:
-            raise RuntimeError("Only grouped tensors that are leaves can be deep-copied.")
-        out = _shell(type(self), self.shape, self.dtype, self.device)
-        memo[id(self)] = out
+    def _members_like(self, source: torch.Tensor) -> list[torch.Tensor]:
+        """Views of the packed buffers, of which those hold that ``source``'s members hold."""
+        made = self.split_into_quantized_tensors()
+        for new, old in zip(made, source.members):
+            for name, value in vars(old).items():
+                # A transpose, for one, may have been dropped, or be marked as stale.
+                if value is None or isinstance(value, bool):
+                    setattr(new, name, value)
+        return made
+
+    def _copied(self, device: torch.device, buffer: Callable, member: Callable) -> torch.Tensor:
+        """A copy on ``device``, by functions that copy a packed buffer and a lone member."""
+        out = _shell(type(self), self.shape, self.dtype, device)
         for name in _FACTS:
             setattr(out, name, copy.copy(getattr(self, name)))
         if self.quantizer is not None:
             out.quantizer = self.quantizer.copy()
         for name in _BUFFERS:
-            setattr(out, name, copy.deepcopy(getattr(self, name), memo))
-        out.quantized_tensors = (
-            out.split_into_quantized_tensors()
-            if self._is_packed()
-            else [copy.deepcopy(member, memo) for member in self.members]
+            value = getattr(self, name)
+            setattr(out, name, None if value is None else buffer(value))
+        if self._is_packed():
+            out.quantized_tensors = out._members_like(self)
+        else:
+            out.quantized_tensors = [member(each) for each in self.members]
+        return out
+
+    def __deepcopy__(self, memo: dict) -> torch.Tensor:
+        if id(self) in memo:
+            return memo[id(self)]
+        if not self.is_leaf:
+            raise RuntimeError("Only grouped tensors that are leaves can be deep-copied.")
+        out = self._copied(
+            self.device,
+            lambda tensor: copy.deepcopy(tensor, memo),
+            lambda member: copy.deepcopy(member, memo),
         )
+        memo[id(self)] = out
         out.requires_grad_(self.requires_grad)
         if self.quantizer is not None:
             # torch copies .grad with every tensor but a plain parameter.
@@ -165,6 +200,34 @@ class PackedParameterMixin:
         if self.quantizer is None and self._is_packed() and not getattr(self, "_is_param", False):
             return self.rowwise_data.view(self.shape).__reduce_ex__(protocol)
         return super().__reduce_ex__(protocol)
+
+
+def dispatch(func, args: tuple, kwargs: dict):
+    """What separate quantized weights do in a copy; NotImplemented for anything else.
+
+    A copy between quantized tensors takes their bits. A move to another device stays quantized.
+    """
+    if func is torch.ops.aten.copy_.default:
+        target, source, *_ = args
+        if getattr(target, "quantizer", None) is None or target.shape != source.shape:
+            return NotImplemented
+        grouped = isinstance(source, PackedParameterMixin)
+        for member, value in zip(target.members, source.members if grouped else source.unbind()):
+            member.copy_(value)
+        return target
+    if func is torch.ops.aten._to_copy.default:
+        (source,) = args
+        if source.quantizer is None or kwargs.get("dtype") not in (None, source.dtype):
+            return NotImplemented
+        device = torch.device(kwargs.get("device") or source.device)
+        how = {"device": device, "non_blocking": kwargs.get("non_blocking", False)}
+
+        def move(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.to(copy=True, **how)
+
+        out = source._copied(device, move, move)
+        return out.requires_grad_(source.requires_grad)
+    return NotImplemented
 
 
 def is_quantized(tensor: torch.Tensor) -> bool:
