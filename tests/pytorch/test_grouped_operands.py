@@ -11,8 +11,6 @@ import sys
 import pytest
 import torch
 from conftest import HAS_GPU
-
-import transformer_engine.pytorch  # noqa: F401
 from transformer_engine.pytorch.constants import TE_DType
 
 tex = sys.modules["transformer_engine_torch"]
