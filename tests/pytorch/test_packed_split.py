@@ -79,6 +79,25 @@ def test_b6_one_operand(bias, delay, fuse, binding, device):
         assert all(type(operand) is torch.Tensor for operand in packed)
 
 
+@pytest.mark.parametrize("fuse", [False, True], ids=["grad", "main-grad"])
+@pytest.mark.parametrize("delay", [False, True], ids=["regular", "delayed"])
+@pytest.mark.parametrize("bias", ["none", "separate", "single"])
+def test_b6_operation(bias, delay, fuse, binding, device):
+    """The same for the operation."""
+    case = cases.Case(kind="ops", bias=bias, delay=delay, fuse=fuse)
+    op = cases.build(case, device, single=True)
+    if fuse:
+        cases.give_main_grads(op)
+    (x,) = cases.inputs(device, 1)
+    cases.loss_of(cases.call(op, x)).backward()
+    op.backward_dw()
+    assert len(binding.calls) == 3
+    memory = op.weight.rowwise_data.data_ptr()
+    assert [call[0].data_ptr() == memory for call in binding.calls] == [True, True, False]
+    for call in binding.calls:
+        assert all(type(call[i]) is torch.Tensor for i in (0, 2, 4))
+
+
 @pytest.mark.parametrize("bias", [False, True], ids=["no-bias", "bias"])
 def test_b6_no_python_for_an_expert(bias, binding, device):
     """Sixteen times the experts, the same calls in Python (on the CPU, in the backward too)."""

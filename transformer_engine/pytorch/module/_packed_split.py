@@ -23,7 +23,7 @@ from ..tensor._packed_parameter import plain
 from ..utils import cast_if_needed
 from ._delayed_wgrad import Group, any_requires_grad
 
-__all__ = ["backward", "forward", "grouped_gemm", "takes"]
+__all__ = ["backward", "forward", "grouped_gemm", "splits_of", "takes", "weight_grad"]
 
 
 def takes(weight: torch.Tensor) -> bool:
@@ -109,7 +109,7 @@ def _bias_type(bias) -> torch.dtype:
     return bias.dtype if isinstance(bias, torch.Tensor) else bias[0].dtype
 
 
-def _splits(m_splits: torch.Tensor, rows: torch.Tensor) -> list[int]:
+def splits_of(m_splits: torch.Tensor, rows: torch.Tensor) -> list[int]:
     """The splits of ``rows``, which they must add up to."""
     splits = m_splits.tolist()
     if sum(splits) != rows.shape[0] or min(splits) < 0:
@@ -164,7 +164,7 @@ def forward(
             f"weight tensor (shape={tuple(memory.shape[1:])})"
         )
     x = cast_if_needed(inp.reshape(-1, in_features), dtype).contiguous()
-    splits = _splits(m_splits, x)
+    splits = splits_of(m_splits, x)
     matrices = cast_if_needed(memory.detach(), dtype)
     bias = None
     if use_bias:
@@ -212,7 +212,7 @@ def backward(ctx, grad_output: torch.Tensor) -> tuple:
     wgrad, bias_grad = None, None
     if ctx.wants_weight:
         x = cast_if_needed(kept.reshape(-1, in_features), ctx.dtype).contiguous()
-        gemm = functools.partial(_wgrad, splits=splits, use_bias=ctx.use_bias)
+        gemm = functools.partial(weight_grad, splits=splits, use_bias=ctx.use_bias)
         if ctx.wgrad_store is not None:
             ctx.wgrad_store.put([x, dy, None], gemm)
         else:
@@ -230,7 +230,7 @@ def backward(ctx, grad_output: torch.Tensor) -> tuple:
     return (dgrad, None, None, None, None, wgrad, *bias_grads)
 
 
-def _wgrad(
+def weight_grad(
     x: torch.Tensor,
     dy: torch.Tensor,
     out: torch.Tensor,
