@@ -147,6 +147,15 @@ REFUSED = {  # why it is in the table: (call, what the error says)
         lambda: wgrad(bias=bias_of(OUT, OUT, OUT, OUT + 8), dtype=torch.float32),
         "operand bias, group 3, must have 32 elements",
     ),
+    # cuBLAS would read or write memory of one type as if it were of another.
+    "bias-type": (
+        lambda: wgrad(bias=[values(OUT), *(values(OUT, dtype=torch.float32) for _ in SPLITS[1:])]),
+        "operand bias, group 1, must be BFloat16, got Float",
+    ),
+    "gelu-type": (
+        lambda: wgrad(pre_gelu=[values(OUT, IN, dtype=torch.float32) for _ in SPLITS]),
+        "operand pre_gelu_out, group 0, must be BFloat16, got Float",
+    ),
     "biases": (lambda: wgrad(bias=bias_of(OUT)), "operand bias does not have 4 groups"),
     "packed-strided": (
         lambda: wgrad(A=strided(values(TOKENS, IN))),

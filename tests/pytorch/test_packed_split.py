@@ -155,3 +155,52 @@ def test_b6_what_is_taken(device):
     layer, _ = layer_of(4, False, device)
     assert _packed_split.takes(layer.weight)
     assert not _packed_split.takes(torch.zeros(4, 32, 64, device=device).transpose(1, 2))
+
+
+both_layouts = pytest.mark.parametrize("single", [False, True], ids=["separate", "single"])
+
+
+@both_layouts
+def test_b4_frozen_after_the_forward(single, device):
+    """main_grad is written, as the forward decided, and the flag says so."""
+    layer = cases.build(cases.Case(fuse=True), device, single=single)
+    cases.give_main_grads(layer, grad_added_to_main_grad=False)
+    weights = [p for name, p in layer.named_parameters() if name.startswith("weight")]
+    (x,) = cases.inputs(device, 1)
+    out = cases.call(layer, x)
+    for weight in weights:
+        weight.requires_grad_(False)
+    before = [weight.main_grad.clone() for weight in weights]
+    cases.loss_of(out).backward()
+    assert any(not torch.equal(old, weight.main_grad) for old, weight in zip(before, weights))
+    assert all(weight.grad_added_to_main_grad for weight in weights)
+
+
+def test_b4_biases_of_two_types(device):
+    """Each is cast where autocast wants another type."""
+    seen = []
+    for single in (True, False):
+        layer = cases.build(cases.Case(), device, single=single)
+        for i in range(1, cases.GROUPS):
+            value = getattr(layer, f"bias{i}").detach().float() + 0.001
+            setattr(layer, f"bias{i}", torch.nn.Parameter(value))
+        (x,) = cases.inputs(device, 1, torch.float32)
+        with torch.autocast("cuda", torch.bfloat16):
+            out = cases.call(layer, x)
+        cases.loss_of(out).backward()
+        grads = [getattr(layer, f"bias{i}").grad for i in range(cases.GROUPS)]
+        seen.append([out.detach(), x.grad, *grads])
+    assert all(torch.equal(single, separate) for single, separate in zip(*seen))
+
+
+@pytest.mark.parametrize("delay", [False, True], ids=["regular", "delayed"])
+@pytest.mark.parametrize("frozen", ["", "weight"], ids=["trained", "frozen-weight"])
+@both_layouts
+def test_b4_separate_bias_gradients_have_memory_of_their_own(single, frozen, delay, device):
+    """One that is kept or saved does not hold the others."""
+    layer = cases.build(cases.Case(frozen=frozen, delay=delay), device, single=single)
+    (x,) = cases.inputs(device, 1)
+    cases.loss_of(cases.call(layer, x)).backward()
+    layer.backward_dw()
+    grad = layer.bias0.grad
+    assert grad.untyped_storage().nbytes() == grad.nbytes

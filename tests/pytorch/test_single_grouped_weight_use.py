@@ -614,9 +614,42 @@ def test_b5_quantized_weight_on_another_device(numerics, device):
     moved = layer.weight.detach().cpu()
     assert moved.device.type == "cpu" and type(moved) is type(layer.weight)
     assert moved.quantizer is not None
+    assert all(type(new) is type(old) for new, old in zip(moved.members, layer.weight.members))
+    assert torch.equal(moved.dequantize(), plain(layer.weight).cpu())
     moved.members[0].copy_(moved.members[1])  # memory of its own
     back = layer.weight.detach().to("cpu", copy=True).to(layer.weight.device)
     assert_same({"weight": plain(back)}, {"weight": plain(layer.weight)})
+
+
+@pytest.mark.parametrize("numerics", [*NUMERICS[1:], "identity"])
+def test_b5_clone_of_a_quantized_weight(numerics, device):
+    """It stays quantized, in memory of its own; a module goes to the meta device and back."""
+    layers = Layers(True, device, "module", "plain" if numerics == "identity" else numerics)
+    if numerics == "identity":
+        layer = build(Case(bias="none"), device, single=True, init=identity_weights)
+    else:
+        layer = layers(bias="none")
+    weight = layer.weight
+    before = plain(weight)
+    copied = weight.detach().clone()
+    assert type(copied) is type(weight) and copied.quantizer is not None
+    with torch.no_grad():
+        weight.mul_(2.0)
+        assert torch.equal(plain(copied), before)
+        weight.copy_(copied)
+    assert torch.equal(plain(weight), before)
+    layer.to("meta")
+    moved = layer.weight
+    assert moved.quantizer is not None and moved.device.type == "meta"
+    assert torch._C.TensorBase.device.__get__(moved.members[0]).type == "meta"
+
+
+def test_b5_attributes_of_a_quantized_weight(device):
+    """A deep copy has them, as torch does it for every tensor but a plain parameter."""
+    layer = build(Case(bias="none"), device, single=True, init=identity_weights)
+    layer.weight.tag = ["kept"]
+    twin = copy.deepcopy(layer)
+    assert twin.weight.tag == ["kept"] and twin.weight.tag is not layer.weight.tag
 
 
 @every_numerics

@@ -168,11 +168,11 @@ def forward(
     matrices = cast_if_needed(memory.detach(), dtype)
     bias = None
     if use_bias:
-        bias = plain(biases[0]) if packed_bias else list(biases)
+        bias = plain(biases[0]) if packed_bias else biases
         if packed_bias:
             bias = cast_if_needed(bias.detach(), dtype).contiguous()
-        elif bias[0].dtype != dtype:
-            bias = [b.to(dtype) for b in bias]
+        else:
+            bias = [cast_if_needed(b, dtype) for b in bias]
     out = function._validate_or_alloc_output(out, x.shape[0], out_features, dtype, inp.device)
     grouped_gemm(matrices, x, out, "TN", splits, bias=bias)
 
@@ -199,6 +199,9 @@ def forward(
 
 def backward(ctx, grad_output: torch.Tensor) -> tuple:
     """Gradients in the order of the arguments of ``_GroupedLinear``."""
+    # pylint: disable=import-outside-toplevel
+    from ..ops._common import get_dummy_wgrads_for_params  # ops are made of modules
+
     kept, matrices = ctx.saved_tensors
     groups, out_features, in_features = ctx.shape
     splits = ctx.splits
@@ -212,20 +215,23 @@ def backward(ctx, grad_output: torch.Tensor) -> tuple:
     wgrad, bias_grad = None, None
     if ctx.wants_weight:
         x = cast_if_needed(kept.reshape(-1, in_features), ctx.dtype).contiguous()
-        gemm = functools.partial(weight_grad, splits=splits, use_bias=ctx.use_bias)
+        bias = None if not ctx.use_bias else "packed" if ctx.packed_bias else "each"
+        gemm = functools.partial(weight_grad, splits=splits, bias=bias)
         if ctx.wgrad_store is not None:
             ctx.wgrad_store.put([x, dy, None], gemm)
         else:
             (wgrad,) = ctx.group.main_grads() if ctx.group.fused else ctx.group.new_wgrads()
             _, bias_grad, _ = gemm(x, dy, wgrad, accumulate=ctx.accumulate)
             if ctx.group.fused:
-                wgrad = next(iter(ctx.group.mark_main_grads()), None)
+                # As the forward saw the weight, which may have been frozen since.
+                (wgrad,) = get_dummy_wgrads_for_params(ctx.group.weights)
     elif ctx.wants_bias:
-        bias_grad = torch.stack([part.sum(dim=0) for part in dy.split(splits)])
+        bias_grad = [part.sum(dim=0) for part in dy.split(splits)]
+        bias_grad = torch.stack(bias_grad) if ctx.packed_bias else bias_grad
 
     bias_grads = [None] * ctx.bias_args
     if bias_grad is not None:
-        bias_grads = [bias_grad] if ctx.packed_bias else bias_grad.unbind()
+        bias_grads = [bias_grad] if ctx.packed_bias else bias_grad
     dgrad = dgrad.view(ctx.inp_shape) if ctx.requires_dgrad else None
     return (dgrad, None, None, None, None, wgrad, *bias_grads)
 
@@ -237,14 +243,24 @@ def weight_grad(
     *,
     accumulate: bool,
     splits: Sequence[int],
-    use_bias: bool,
-) -> tuple[None, torch.Tensor | None, None]:
-    """``out[i] (+)= dy[i].T @ x[i]``; bias gradients ``[groups, out]`` where there are biases."""
-    bias_grad = None
-    if use_bias:
-        bias_grad = torch.empty(out.shape[:2], dtype=out.dtype, device=out.device)
+    bias: str | None = None,
+) -> tuple[None, torch.Tensor | list[torch.Tensor] | None, None]:
+    """``out[i] (+)= dy[i].T @ x[i]`` and, unless ``bias`` is None, the sums of ``dy[i]``'s rows.
+
+    Parameters
+    ----------
+    bias : str, optional
+        "packed" for sums ``[groups, out]``, "each" for one ``[out]`` a group, in memory of its own.
+    """
+    groups, out_features, _ = out.shape
+    made = None
+    if bias == "packed":
+        made = torch.empty(groups, out_features, dtype=out.dtype, device=out.device)
+    elif bias == "each":
+        how = {"dtype": out.dtype, "device": out.device}
+        made = [torch.empty(out_features, **how) for _ in range(groups)]
     elif wgrad_in_one_launch(x, dy, out, splits, (None,), accumulate):
         return None, None, None
     how = {"grad": True, "accumulate": accumulate, "split_accumulator": True}
-    grouped_gemm(x, dy, out, "NT", splits, bias=bias_grad, **how)
-    return None, bias_grad, None
+    grouped_gemm(x, dy, out, "NT", splits, bias=made, **how)
+    return None, made, None

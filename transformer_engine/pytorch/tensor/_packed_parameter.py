@@ -33,6 +33,17 @@ def _shell(cls: type, shape, dtype: torch.dtype, device: torch.device) -> torch.
     return torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=device)
 
 
+def _place(tensor: torch.Tensor) -> torch.device:
+    """Where torch takes the tensor to be, whatever its class says."""
+    return torch._C.TensorBase.device.__get__(tensor)
+
+
+def _on(member: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The same quantized memory in a wrapper that says where it is."""
+    facts = {"shape": member.shape, "dtype": member.dtype, "device": device}
+    return type(member)(**{**member.get_metadata(), **facts})
+
+
 class PackedParameterMixin:
     """For ``GroupedTensor``."""
 
@@ -153,6 +164,8 @@ class PackedParameterMixin:
     def _members_like(self, source: torch.Tensor) -> list[torch.Tensor]:
         """Views of the packed buffers, of which those hold that ``source``'s members hold."""
         made = self.split_into_quantized_tensors()
+        if made and _place(made[0]) != self.device:
+            made = [_on(member, self.device) for member in made]
         for new, old in zip(made, source.members):
             for name, value in vars(old).items():
                 # A transpose, for one, may have been dropped, or be marked as stale.
@@ -189,8 +202,10 @@ class PackedParameterMixin:
         memo[id(self)] = out
         out.requires_grad_(self.requires_grad)
         if self.quantizer is not None:
-            # torch copies .grad with every tensor but a plain parameter.
+            # torch copies .grad and attributes with every tensor but a plain parameter.
             out.grad = copy.deepcopy(self.grad, memo)
+            for name in vars(self).keys() - {*_BUFFERS, *_FACTS, "quantized_tensors"}:
+                setattr(out, name, copy.deepcopy(getattr(self, name), memo))
         if getattr(self, "_is_param", False):
             out._is_param = True
         return out
@@ -205,7 +220,8 @@ class PackedParameterMixin:
 def dispatch(func, args: tuple, kwargs: dict):
     """What separate quantized weights do in a copy; NotImplemented for anything else.
 
-    A copy between quantized tensors takes their bits. A move to another device stays quantized.
+    A copy between quantized tensors takes their bits; clones, and moves to another device, stay
+    quantized.
     """
     if func is torch.ops.aten.copy_.default:
         target, source, *_ = args
@@ -215,6 +231,11 @@ def dispatch(func, args: tuple, kwargs: dict):
         for member, value in zip(target.members, source.members if grouped else source.unbind()):
             member.copy_(value)
         return target
+    if func is torch.ops.aten.clone.default:
+        source = args[0]
+        if source.quantizer is None:
+            return NotImplemented
+        return source._copied(source.device, torch.clone, torch.clone)
     if func is torch.ops.aten._to_copy.default:
         (source,) = args
         if source.quantizer is None or kwargs.get("dtype") not in (None, source.dtype):
@@ -225,7 +246,11 @@ def dispatch(func, args: tuple, kwargs: dict):
         def move(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.to(copy=True, **how)
 
-        out = source._copied(device, move, move)
+        def move_member(member: torch.Tensor) -> torch.Tensor:
+            # Inside a dispatch, .to() would dequantize it.
+            return member.clone() if _place(member) == device else func(member, **how)
+
+        out = source._copied(device, move, move_member)
         return out.requires_grad_(source.requires_grad)
     return NotImplemented
 

@@ -179,8 +179,8 @@ py::object GroupedOperand::to_python() const {
 GroupedGemmInputs check_grouped_gemm(const GroupedOperand& A, bool transa, const GroupedOperand& B,
                                      bool transb, const std::optional<GroupedOperand>& D,
                                      DType D_type, const std::vector<int64_t>& splits,
-                                     const GroupedOperand& bias, bool single_output,
-                                     const GroupedOperand& pre_gelu, bool grad,
+                                     const GroupedOperand& bias, DType bias_type,
+                                     bool single_output, const GroupedOperand& pre_gelu, bool grad,
                                      const std::vector<at::Tensor>& workspace) {
   NVTE_CHECK(!workspace.empty(), "Grouped GEMM: no workspace");
   const size_t groups = number_of_groups(A, B, splits.size());
@@ -241,6 +241,9 @@ GroupedGemmInputs check_grouped_gemm(const GroupedOperand& A, bool transa, const
       const size_t found = operand->packed() ? t->numel() / groups : t->numel();
       NVTE_CHECK(found == wanted, "Grouped GEMM: operand ", name, group, " must have ", wanted,
                  " elements, got ", text(*t));
+      NVTE_CHECK(GetTransformerEngineDType(t->scalar_type()) == bias_type,
+                 "Grouped GEMM: operand ", name, group, " must be ", text(bias_type), ", got ",
+                 text(*t));
       device.add(name, group, t);
     }
   }

@@ -60,8 +60,8 @@ struct GroupedGemmInputs {
 GroupedGemmInputs check_grouped_gemm(const GroupedOperand& A, bool transa, const GroupedOperand& B,
                                      bool transb, const std::optional<GroupedOperand>& D,
                                      DType D_type, const std::vector<int64_t>& splits,
-                                     const GroupedOperand& bias, bool single_output,
-                                     const GroupedOperand& pre_gelu, bool grad,
+                                     const GroupedOperand& bias, DType bias_type,
+                                     bool single_output, const GroupedOperand& pre_gelu, bool grad,
                                      const std::vector<at::Tensor>& workspace);
 
 // The binding of te_general_grouped_gemm; see gemm.cpp.

@@ -147,7 +147,7 @@ def backward(op, ctx, grad_output: torch.Tensor) -> tuple:
         _packed_split.grouped_gemm(matrices, dy, grad_input, "NN", splits, **how)
 
     if ctx.weight_requires_grad:
-        gemm = functools.partial(_packed_split.weight_grad, splits=splits, use_bias=False)
+        gemm = functools.partial(_packed_split.weight_grad, splits=splits)
         if delayed:
             op.put_delayed_wgrad(ctx, x, dy, gemm)
         else:
