@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import transformer_engine.pytorch as te
-from transformer_engine.pytorch.module import _packed_split
 
 pytestmark = pytest.mark.filterwarnings("ignore:GroupedLinear is using single_grouped")
 tex = sys.modules["transformer_engine_torch"]
@@ -152,6 +151,8 @@ def test_b6_buffers_of_the_caller(cast, device):
 
 def test_b6_what_is_taken(device):
     """Anything but one contiguous plain tensor keeps the path with one view an expert."""
+    from transformer_engine.pytorch.module import _packed_split
+
     layer, _ = layer_of(4, False, device)
     assert _packed_split.takes(layer.weight)
     assert not _packed_split.takes(torch.zeros(4, 32, 64, device=device).transpose(1, 2))
