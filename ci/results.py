@@ -78,6 +78,13 @@ ROWS_B = {
     "b7": ("deterministic mode", "deterministic"),
 }
 
+# The binding of grouped GEMM: tests carry their row (test_c1_...).
+ROWS_C = {
+    "c1": "packed or listed operands, each one checked",
+    "c2": "outputs that no GEMM writes",
+    "c3": "callers as they were",
+}
+
 # Why stock passes some tests of delayed gradients; a test that is not here and passes is an error.
 STOCK_PASSES = {
     "test_a1_interleavings": "`BW` is one contribution to an empty `.grad`; nothing is overwritten",
@@ -334,6 +341,28 @@ def single_weight_tests() -> str:
     return "\n".join(lines)
 
 
+def binding_tests() -> str:
+    """Each row of section C: passed/run on stock, the CPU run, the GPU run, and its tests."""
+    runs = [latest(what) for what in ("stock-cpu", "fork-cpu", "fork-gpu")]
+    lines = ["| row | | stock (CPU) | fork (CPU) | fork (GPU) |", "|---|---|---|---|---|"]
+    links = []
+    for row, title in ROWS_C.items():
+        found = [
+            {
+                n: o
+                for n, o in ({} if run is None else run["tests"]).items()
+                if f"::test_{row}_" in n
+            }
+            for run in runs
+        ]
+        cells = [cell(outcomes) or "–" for outcomes in found]
+        lines.append(f"| {row.upper()} | {title} | " + " | ".join(cells) + " |")
+        tests = sorted({name.split("[")[0] for outcomes in found for name in outcomes})
+        each = (f"[{t.split('::')[1]}](../tests/pytorch/{t.split('::')[0]})" for t in tests)
+        links.append(f"- {row.upper()}: {', '.join(each) or 'no recorded run has a test of it'}")
+    return "\n".join([*lines, "", "Each cell: passed/run.", "", *links])
+
+
 def support_matrix() -> str:
     """Where single weights train, from the newest runs of single_weight_matrix.py."""
     lines = []
@@ -427,6 +456,7 @@ def single_weight_table() -> str:
 TABLES = {
     "runs": runs_table,
     "contract-b": single_weight_tests,
+    "contract-c": binding_tests,
     "single-weight-matrix": support_matrix,
     "example-moe_single_weight": example_table,
     "benchmark-single_grouped_weight": single_weight_table,

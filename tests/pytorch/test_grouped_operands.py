@@ -371,3 +371,61 @@ def test_c1_no_tensor_for_a_group():
     with Watch():
         tex.grouped_operand_layout(packed)
     assert not made
+
+
+# --- callers as they were ---------------------------------------------------
+
+
+def operands_of(layout: str):
+    """Lists for one GEMM of a layer, where the result goes, and what float64 makes of them."""
+    weight, x, dy = values(GROUPS, OUT, IN), values(TOKENS, IN), values(TOKENS, OUT)
+    xs, dys = list(x.split(SPLITS)), list(dy.split(SPLITS))
+    weights = list(weight.unbind())
+    if layout == "TN":
+        return (
+            weights,
+            xs,
+            (TOKENS, OUT),
+            [i.double() @ w.double().t() for i, w in zip(xs, weights)],
+        )
+    if layout == "NN":
+        return weights, dys, (TOKENS, IN), [i.double() @ w.double() for i, w in zip(dys, weights)]
+    products = [g.double().t() @ i.double() for g, i in zip(dys, xs)]
+    return xs, dys, (GROUPS, OUT, IN), products
+
+
+@pytest.mark.parametrize("kind", [list, tuple], ids=["lists", "tuples"])
+@pytest.mark.parametrize("layout", ["TN", "NN", "NT"])
+def test_c3_lists(layout, kind):
+    """One tensor a group for every operand, against float64; bf16 rounds once."""
+    a, b, shape, wanted = operands_of(layout)
+    out = poison(*shape, dtype=torch.bfloat16)
+    outs = list(out.unbind()) if layout == "NT" else list(out.split(SPLITS))
+    call = Call(
+        kind(a), kind(b), kind(outs), layout[0] == "T", layout[1] == "T", torch.bfloat16,
+        grad=layout != "TN",
+    )  # fmt: skip
+    call.run(tex.te_general_grouped_gemm)
+    for found, exact in zip(outs, wanted):
+        assert torch.allclose(found.double(), exact, rtol=2**-7, atol=1e-2)
+
+
+@pytest.mark.parametrize("layout", ["TN", "NN"])
+def test_c3_one_output(layout):
+    """``single_output``: a list with one tensor for all groups, same bits as one for each."""
+    a, b, shape, _ = operands_of(layout)
+    each, one = (poison(*shape, dtype=torch.bfloat16) for _ in range(2))
+    how = (layout[0] == "T", layout[1] == "T", torch.bfloat16)
+    Call(a, b, list(each.split(SPLITS)), *how, grad=False).run(tex.te_general_grouped_gemm)
+    Call(a, b, [one], *how, single_output=True, grad=False).run(tex.te_general_grouped_gemm)
+    assert torch.equal(one, each)
+
+
+def test_c3_bias_gradients():
+    """Sums of the output gradient's rows, into the list that comes back."""
+    call = wgrad()
+    biases = [poison(OUT, dtype=torch.float32) for _ in SPLITS]
+    returned = dataclasses.replace(call, bias=biases).run(tex.te_general_grouped_gemm)
+    assert [t.data_ptr() for t in returned] == [t.data_ptr() for t in biases]
+    for found, dy in zip(biases, call.B):
+        assert torch.allclose(found, dy.float().sum(dim=0), rtol=1e-5, atol=1e-4)
