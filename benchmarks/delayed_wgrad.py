@@ -269,7 +269,10 @@ def main() -> int:
     import torch
 
     if not torch.cuda.is_available():
-        print("This benchmark needs a GPU.", file=sys.stderr)
+        print(
+            "error: torch sees no GPU\n  next: run this benchmark where there is one",
+            file=sys.stderr,
+        )
         return 2
     env = environment()
     report = {

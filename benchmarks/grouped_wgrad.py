@@ -388,7 +388,10 @@ def main() -> int:
     parser.add_argument("--flags", type=int, default=-1, help="a variant of the kernel")
     options = parser.parse_args()
     if not torch.cuda.is_available():
-        print("This benchmark needs a GPU.", file=sys.stderr)
+        print(
+            "error: torch sees no GPU\n  next: run this benchmark where there is one",
+            file=sys.stderr,
+        )
         return 2
     wgrad = load_module(options.module)
     if options.check_only:

@@ -105,7 +105,10 @@ def main() -> int:
     import torch
 
     if not torch.cuda.is_available():
-        print("This benchmark needs a GPU.", file=sys.stderr)
+        print(
+            "error: torch sees no GPU\n  next: run this benchmark where there is one",
+            file=sys.stderr,
+        )
         return 2
     env = {**environment(), "command": "python benchmarks/single_grouped_weight.py"}
     report = {"what": "benchmark-single_grouped_weight", "date": env["date"], "environment": env}

@@ -8,7 +8,7 @@
 #   TE_PYTHON=python ci/build.sh   uses an environment that has a CUDA torch
 #   NVTE_CUDA_ARCHS=90 ...      keeps only those GPU architectures
 #   MAX_JOBS=2 ...              limits the parallel compilers
-case "${1:-}" in -h | --help) sed -n '4,12s/^# \{0,1\}//p' "$0"; exit 0 ;; esac
+case "${1:-}" in -h | --help) sed -n '3,12s/^# \{0,1\}//p' "$0"; exit 0 ;; esac
 source "$(dirname "$0")/env.sh"
 
 "$PYTHON" -m build_tools fetch >/dev/null

@@ -10,7 +10,8 @@ say() { echo "[ci] $*" >&2; }
 if [ -n "${TE_PYTHON:-}" ]; then
   PYTHON=$TE_PYTHON
   "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
-    { echo "error: TE_PYTHON=$TE_PYTHON does not run, or is older than 3.10" >&2; exit 1; }
+    { echo "error: TE_PYTHON=$TE_PYTHON does not run, or is older than 3.10" >&2
+      echo "  next: name a Python with a CUDA torch, or unset it to make .venv" >&2; exit 1; }
 else
   PYTHON=$ROOT/.venv/bin/python
   if [ ! -x "$PYTHON" ]; then

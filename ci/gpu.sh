@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Everything that needs a GPU, in one go, on a node where the fork is installed (a bundle's
-# install will do). Logs and JSON go to a folder; a table of the steps comes last.
+# Everything that needs a GPU, in one go, on a node with this checkout where the fork is
+# installed (from a bundle, say). Logs and JSON go to a folder; a table of the steps comes last.
 #
 #   TE_PYTHON=python ci/gpu.sh OUT [step ...]
 #
@@ -21,6 +21,11 @@ steps=("$@")
 [ ${#steps[@]} -gt 0 ] ||
   steps=(doctor tests matrix sanitize delayed single grouped example)
 PYTHON=${TE_PYTHON:-.venv/bin/python}
+command -v "$PYTHON" >/dev/null || {
+  echo "error: there is no $PYTHON" >&2
+  echo "  next: set TE_PYTHON to a Python with the fork, or run ci/build.sh" >&2
+  exit 1
+}
 export TE_PYTHON=$PYTHON JOBS=${JOBS:-$((($(nproc) + 1) / 2))} LIMIT=${LIMIT:-600}
 TE_WGRAD_COMMIT=${TE_WGRAD_COMMIT:-$(git describe --always --abbrev=12 --dirty=+edits \
   '--exclude=*' 2>/dev/null || echo unknown)}

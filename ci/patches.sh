@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # The series applies without fuzz, exports byte-identically, and passes lint.
+case "${1:-}" in -h | --help) sed -n '3,3{s/^# \{0,1\}//p}' "$0"; exit 0 ;; esac
 source "$(dirname "$0")/env.sh"
 "$PYTHON" -m build_tools apply
 "$PYTHON" -m build_tools export --check

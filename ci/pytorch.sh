@@ -11,6 +11,11 @@ case "${1:-}" in -h | --help) sed -n '3,8s/^# \{0,1\}//p' "$0"; exit 0 ;; esac
 cd "$(dirname "$0")/.."
 export PYTHON=${TE_PYTHON:-.venv/bin/python} XML_LOG_DIR=${XML_LOG_DIR:-build/xml}
 export FILE_LIMIT=${FILE_LIMIT:-0} JOBS=${JOBS:-1}
+command -v "$PYTHON" >/dev/null || {
+  echo "error: there is no $PYTHON" >&2
+  echo "  next: set TE_PYTHON to a Python with the fork, or run ci/build.sh" >&2
+  exit 1
+}
 mkdir -p "$XML_LOG_DIR"
 rm -f "$XML_LOG_DIR"/test_*.xml "$XML_LOG_DIR"/test_*.log "$XML_LOG_DIR"/failed
 

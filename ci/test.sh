@@ -3,6 +3,7 @@
 # Builds and installs when needed (ci/build.sh), checks the patches, runs every
 # test. Without a GPU the tests run on the CPU executor. Extra arguments go to
 # pytest:  ci/test.sh -k tied
+case "${1:-}" in -h | --help) sed -n '3,5{s/^# \{0,1\}//p}' "$0"; exit 0 ;; esac
 source "$(dirname "$0")/env.sh"
 bash ci/build.sh
 bash ci/patches.sh

@@ -166,6 +166,12 @@ def main() -> int:
         spec.loader.exec_module(executor)
         executor.install()
         device = "cpu"
+    elif not torch.cuda.is_available():
+        print(
+            "error: torch sees no GPU\n  next: --executor tests/pytorch/cpu_executor.py",
+            file=sys.stderr,
+        )
+        return 2
     runs = {
         "separate weights, regular": train(False, args.steps, device),
         "single weights, delayed": train(True, args.steps, device),

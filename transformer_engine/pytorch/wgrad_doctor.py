@@ -4,8 +4,7 @@
 Runs two public reports about wrong or missing weight gradients and the main promises around
 them against whichever Transformer Engine is installed, and prints one table::
 
-    python -m transformer_engine.pytorch.wgrad_doctor     # where the package has this file
-    python wgrad_doctor.py                                # this file alone, any release
+    python wgrad_doctor.py     # this file alone, any release
 
 Every expected value is computed here by the *regular path* of the same installation (no delay,
 separate weights) and compared bit for bit, so the table holds for any release and any device.
