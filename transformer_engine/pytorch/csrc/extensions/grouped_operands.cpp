@@ -4,8 +4,10 @@
 
 #include <torch/csrc/autograd/python_variable.h>
 
-#include <algorithm>
+#include <array>
+#include <string>
 #include <utility>
+#include <vector>
 
 #include "../extensions.h"
 #include "pybind.h"
@@ -225,8 +227,8 @@ GroupedGemmInputs check_grouped_gemm(const GroupedOperand& A, bool transa, const
     }
     if (a.numel() != 0 && b.numel() != 0) {
       NVTE_CHECK(known_combination(a.dtype(), b.dtype(), d_type),
-                 "Grouped GEMM: there is no GEMM for the types of operands A, B and D", group, " got ",
-                 text(a.dtype()), ", ", text(b.dtype()), " and ", text(d_type));
+                 "Grouped GEMM: there is no GEMM for the types of operands A, B and D", group,
+                 " got ", text(a.dtype()), ", ", text(b.dtype()), " and ", text(d_type));
     }
     device.add("A", group, A.plain(i));
     device.add("B", group, B.plain(i));
@@ -241,9 +243,8 @@ GroupedGemmInputs check_grouped_gemm(const GroupedOperand& A, bool transa, const
       const size_t found = operand->packed() ? t->numel() / groups : t->numel();
       NVTE_CHECK(found == wanted, "Grouped GEMM: operand ", name, group, " must have ", wanted,
                  " elements, got ", text(*t));
-      NVTE_CHECK(GetTransformerEngineDType(t->scalar_type()) == bias_type,
-                 "Grouped GEMM: operand ", name, group, " must be ", text(bias_type), ", got ",
-                 text(*t));
+      NVTE_CHECK(GetTransformerEngineDType(t->scalar_type()) == bias_type, "Grouped GEMM: operand ",
+                 name, group, " must be ", text(bias_type), ", got ", text(*t));
       device.add(name, group, t);
     }
   }

@@ -20,10 +20,9 @@ namespace transformer_engine::pytorch {
 class GroupedOperand {
  public:
   GroupedOperand() = default;
-  // NOLINTBEGIN(runtime/explicit): C++ callers hand over the vectors they always did.
-  GroupedOperand(const std::vector<py::handle>& each);
-  GroupedOperand(std::vector<at::Tensor> each);
-  // NOLINTEND(runtime/explicit)
+  // Not explicit: C++ callers hand over the vectors they always did.
+  GroupedOperand(const std::vector<py::handle>& each);  // NOLINT(runtime/explicit)
+  GroupedOperand(std::vector<at::Tensor> each);         // NOLINT(runtime/explicit)
   // A torch.Tensor is packed; any other sequence is a list. False for everything else.
   bool load(py::handle source);
 

@@ -10,14 +10,14 @@
 // Nothing here allocates, synchronizes or reads device memory from the host: a call
 // is two kernel launches, which a CUDA graph can capture.
 
-#include "grouped_wgrad_common.cuh"
-#include "grouped_wgrad_portable.cuh"
-#include "grouped_wgrad_sm90.cuh"
-
 #include <algorithm>
 #include <atomic>
 #include <cstdarg>
 #include <cstdio>
+
+#include "grouped_wgrad_common.cuh"
+#include "grouped_wgrad_portable.cuh"
+#include "grouped_wgrad_sm90.cuh"
 
 namespace grouped_wgrad {
 namespace {
@@ -35,13 +35,13 @@ __attribute__((format(printf, 1, 2))) int fail(const char *format, ...) {
   return 1;
 }
 
-#define GROUPED_WGRAD_CUDA(call)                                                     \
-  do {                                                                               \
-    const cudaError_t status = (call);                                               \
-    if (status != cudaSuccess) {                                                     \
-      cudaGetLastError();                                                            \
-      return fail("grouped wgrad: %s: %s", #call, cudaGetErrorString(status));       \
-    }                                                                                \
+#define GROUPED_WGRAD_CUDA(call)                                               \
+  do {                                                                         \
+    const cudaError_t status = (call);                                         \
+    if (status != cudaSuccess) {                                               \
+      cudaGetLastError();                                                      \
+      return fail("grouped wgrad: %s: %s", #call, cudaGetErrorString(status)); \
+    }                                                                          \
   } while (false)
 
 // What is asked of a device once.
@@ -86,9 +86,8 @@ int find_device(int index, Device **device) {
     GROUPED_WGRAD_CUDA(cudaFuncSetAttribute(sm90::kernel<__nv_bfloat16>,
                                             cudaFuncAttributeMaxDynamicSharedMemorySize,
                                             sm90::kSharedBytes));
-    GROUPED_WGRAD_CUDA(cudaFuncSetAttribute(sm90::kernel<__half>,
-                                            cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                            sm90::kSharedBytes));
+    GROUPED_WGRAD_CUDA(cudaFuncSetAttribute(
+        sm90::kernel<__half>, cudaFuncAttributeMaxDynamicSharedMemorySize, sm90::kSharedBytes));
   }
   (*device)->major = major;
   (*device)->multiprocessors = multiprocessors;
@@ -102,8 +101,7 @@ int make_map(CUtensorMap *map, const char *name, CUtensorMapDataType type, int b
   const cuuint32_t steps[3] = {1, 1, 1};
   const CUresult status = encode_function.load(std::memory_order_relaxed)(
       map, type, dimensions, const_cast<void *>(base), sizes, strides, box, steps,
-      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (status != CUDA_SUCCESS) {
     return fail("grouped wgrad: cuTensorMapEncodeTiled of %s: error %d", name,
@@ -176,7 +174,7 @@ int launch_sm90(const Call &call, const Device &device, int mode) {
 
 template <typename T>
 int launch_portable(const Call &call, const Device &device, int mode) {
-  const portable::Arguments args = {call.header, call.dy,           call.x,          call.output,
+  const portable::Arguments args = {call.header,       call.dy,          call.x, call.output,
                                     call.out_features, call.in_features, mode};
   const int limit = call.sm_budget > 0 ? std::min(call.sm_budget, device.multiprocessors)
                                        : 2 * device.multiprocessors;

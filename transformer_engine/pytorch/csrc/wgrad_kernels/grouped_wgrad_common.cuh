@@ -47,9 +47,9 @@ constexpr size_t workspace_bytes(int groups) {
 // One block. Splits that make no sense (negative, past the last row) are cut, so
 // that no later access is out of bounds; the host cannot look at them.
 template <typename Split>
-__global__ void __launch_bounds__(1024) prepare_kernel(const Split *splits, int groups,
-                                                       long long total_rows, bool keep_empty,
-                                                       Header *header) {
+__global__ void __launch_bounds__(1024)
+    prepare_kernel(const Split *splits, int groups, long long total_rows, bool keep_empty,
+                   Header *header) {
   __shared__ int rows[kMaxGroups];
   __shared__ long long warp_sums[32];
   __shared__ int empty_groups;

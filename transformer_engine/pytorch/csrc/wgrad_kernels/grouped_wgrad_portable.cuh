@@ -11,10 +11,10 @@
 namespace grouped_wgrad {
 namespace portable {
 
-constexpr int kTile = 128;       // rows and columns of dW of one block
-constexpr int kTileK = 32;       // tokens of one stage
+constexpr int kTile = 128;  // rows and columns of dW of one block
+constexpr int kTileK = 32;  // tokens of one stage
 constexpr int kStages = 2;
-constexpr int kThreads = 256;    // 2 x 4 warps of 64 x 32
+constexpr int kThreads = 256;  // 2 x 4 warps of 64 x 32
 constexpr int kPitch = kTile + 8;
 
 struct Arguments {
@@ -46,10 +46,10 @@ __device__ __forceinline__ void load_transposed(uint32_t (&to)[4], const void *l
                : "memory");
 }
 
-#define GROUPED_WGRAD_MMA(TYPE)                                                           \
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE                     \
-               ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"     \
-               : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])                   \
+#define GROUPED_WGRAD_MMA(TYPE)                                                       \
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE                 \
+               ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};" \
+               : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])               \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
 
 __device__ __forceinline__ void mma(__nv_bfloat16, float (&acc)[4], const uint32_t (&a)[4],
@@ -71,8 +71,7 @@ __device__ __forceinline__ void load_stage(T (*a)[kPitch], T (*b)[kPitch], const
     const int64_t token = entry.first_row + (row_inside ? k + row : 0);
     const bool a_inside = row_inside && m + column < args.out_features;
     const bool b_inside = row_inside && n + column < args.in_features;
-    copy16(&a[row][column], dy + (a_inside ? token * args.out_features + m + column : 0),
-           a_inside);
+    copy16(&a[row][column], dy + (a_inside ? token * args.out_features + m + column : 0), a_inside);
     copy16(&b[row][column], x + (b_inside ? token * args.in_features + n + column : 0), b_inside);
   }
   asm volatile("cp.async.commit_group;" ::: "memory");
@@ -131,13 +130,15 @@ __global__ void __launch_bounds__(kThreads) kernel(const Arguments args) {
         uint32_t a[4][4], b[2][4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          load_transposed(a[i], &a_stage[now][k + lane / 16 * 8 + lane % 8]
-                                        [warp_m + i * 16 + lane / 8 % 2 * 8]);
+          load_transposed(
+              a[i],
+              &a_stage[now][k + lane / 16 * 8 + lane % 8][warp_m + i * 16 + lane / 8 % 2 * 8]);
         }
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
-          load_transposed(b[j], &b_stage[now][k + lane / 8 % 2 * 8 + lane % 8]
-                                        [warp_n + j * 16 + lane / 16 * 8]);
+          load_transposed(
+              b[j],
+              &b_stage[now][k + lane / 8 % 2 * 8 + lane % 8][warp_n + j * 16 + lane / 16 * 8]);
         }
 #pragma unroll
         for (int i = 0; i < 4; ++i) {

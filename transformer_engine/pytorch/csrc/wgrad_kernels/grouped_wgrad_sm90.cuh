@@ -39,9 +39,9 @@ namespace sm90 {
 #define GROUPED_WGRAD_BUFFERS 2
 #endif
 
-constexpr int kTileM = 128;                    // rows of dW (out) of one block
-constexpr int kTileN = GROUPED_WGRAD_TILE_N;   // columns of dW (in)
-constexpr int kTileK = GROUPED_WGRAD_TILE_K;   // tokens of one stage
+constexpr int kTileM = 128;                   // rows of dW (out) of one block
+constexpr int kTileN = GROUPED_WGRAD_TILE_N;  // columns of dW (in)
+constexpr int kTileK = GROUPED_WGRAD_TILE_K;  // tokens of one stage
 constexpr int kStages = GROUPED_WGRAD_STAGES;
 constexpr int kBuffers = GROUPED_WGRAD_BUFFERS;  // boxes of results of one warp on their way out
 constexpr int kBox = 64;  // columns of one box: 128 bytes, the swizzle's width
@@ -117,10 +117,10 @@ __device__ __forceinline__ void barrier_init(uint64_t *barrier, int count) {
 }
 
 __device__ __forceinline__ void barrier_expect(uint64_t *barrier, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
-                   shared_address(barrier)),
-               "r"(bytes)
-               : "memory");
+  asm volatile(
+      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
+      "r"(bytes)
+      : "memory");
 }
 
 __device__ __forceinline__ void barrier_arrive(uint64_t *barrier) {
@@ -202,52 +202,54 @@ __device__ __forceinline__ uint64_t descriptor(uint32_t address) {
 constexpr int kDescriptorStep = 16 * kBox * 2 >> 4;  // 16 tokens further
 
 #define GROUPED_WGRAD_ACC4(i) "+f"(acc[i]), "+f"(acc[i + 1]), "+f"(acc[i + 2]), "+f"(acc[i + 3])
-#define GROUPED_WGRAD_ACC16(i)                                                                     \
-  GROUPED_WGRAD_ACC4(i), GROUPED_WGRAD_ACC4(i + 4), GROUPED_WGRAD_ACC4(i + 8),                     \
+#define GROUPED_WGRAD_ACC16(i)                                                 \
+  GROUPED_WGRAD_ACC4(i), GROUPED_WGRAD_ACC4(i + 4), GROUPED_WGRAD_ACC4(i + 8), \
       GROUPED_WGRAD_ACC4(i + 12)
 #if GROUPED_WGRAD_TILE_N == 256
-#define GROUPED_WGRAD_WGMMA(TYPE)                                                                  \
-  asm volatile(                                                                                    \
-      "{\n"                                                                                        \
-      ".reg .pred p;\n"                                                                            \
-      "setp.ne.b32 p, %130, 0;\n"                                                                  \
-      "wgmma.mma_async.sync.aligned.m64n256k16.f32." TYPE "." TYPE " "                             \
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, "                                        \
-      "%12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "                               \
-      "%24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, "                               \
-      "%36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "                               \
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, "                               \
-      "%60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, "                               \
-      "%72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, "                               \
-      "%84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "                               \
-      "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, "                       \
-      "%108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, "                   \
-      "%120, %121, %122, %123, %124, %125, %126, %127}, "                                          \
-      "%128, %129, p, 1, 1, 1, 1;\n"                                                               \
-      "}\n"                                                                                        \
-      : GROUPED_WGRAD_ACC16(0), GROUPED_WGRAD_ACC16(16), GROUPED_WGRAD_ACC16(32),                  \
-        GROUPED_WGRAD_ACC16(48), GROUPED_WGRAD_ACC16(64), GROUPED_WGRAD_ACC16(80),                 \
-        GROUPED_WGRAD_ACC16(96), GROUPED_WGRAD_ACC16(112)                                          \
+#define GROUPED_WGRAD_WGMMA(TYPE)                                                  \
+  asm volatile(                                                                    \
+      "{\n"                                                                        \
+      ".reg .pred p;\n"                                                            \
+      "setp.ne.b32 p, %130, 0;\n"                                                  \
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32." TYPE "." TYPE                 \
+      " "                                                                          \
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, "                        \
+      "%12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "               \
+      "%24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, "               \
+      "%36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "               \
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, "               \
+      "%60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, "               \
+      "%72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, "               \
+      "%84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "               \
+      "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, "       \
+      "%108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, "   \
+      "%120, %121, %122, %123, %124, %125, %126, %127}, "                          \
+      "%128, %129, p, 1, 1, 1, 1;\n"                                               \
+      "}\n"                                                                        \
+      : GROUPED_WGRAD_ACC16(0), GROUPED_WGRAD_ACC16(16), GROUPED_WGRAD_ACC16(32),  \
+        GROUPED_WGRAD_ACC16(48), GROUPED_WGRAD_ACC16(64), GROUPED_WGRAD_ACC16(80), \
+        GROUPED_WGRAD_ACC16(96), GROUPED_WGRAD_ACC16(112)                          \
       : "l"(a), "l"(b), "r"(add))
 #else
-#define GROUPED_WGRAD_WGMMA(TYPE)                                                                  \
-  asm volatile(                                                                                    \
-      "{\n"                                                                                        \
-      ".reg .pred p;\n"                                                                            \
-      "setp.ne.b32 p, %98, 0;\n"                                                                   \
-      "wgmma.mma_async.sync.aligned.m64n192k16.f32." TYPE "." TYPE " "                             \
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, "                                        \
-      "%12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "                               \
-      "%24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, "                               \
-      "%36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "                               \
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, "                               \
-      "%60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, "                               \
-      "%72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, "                               \
-      "%84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95}, "                              \
-      "%96, %97, p, 1, 1, 1, 1;\n"                                                                 \
-      "}\n"                                                                                        \
-      : GROUPED_WGRAD_ACC16(0), GROUPED_WGRAD_ACC16(16), GROUPED_WGRAD_ACC16(32),                  \
-        GROUPED_WGRAD_ACC16(48), GROUPED_WGRAD_ACC16(64), GROUPED_WGRAD_ACC16(80)                  \
+#define GROUPED_WGRAD_WGMMA(TYPE)                                                 \
+  asm volatile(                                                                   \
+      "{\n"                                                                       \
+      ".reg .pred p;\n"                                                           \
+      "setp.ne.b32 p, %98, 0;\n"                                                  \
+      "wgmma.mma_async.sync.aligned.m64n192k16.f32." TYPE "." TYPE                \
+      " "                                                                         \
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, "                       \
+      "%12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "              \
+      "%24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, "              \
+      "%36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "              \
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, "              \
+      "%60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, "              \
+      "%72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, "              \
+      "%84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95}, "             \
+      "%96, %97, p, 1, 1, 1, 1;\n"                                                \
+      "}\n"                                                                       \
+      : GROUPED_WGRAD_ACC16(0), GROUPED_WGRAD_ACC16(16), GROUPED_WGRAD_ACC16(32), \
+        GROUPED_WGRAD_ACC16(48), GROUPED_WGRAD_ACC16(64), GROUPED_WGRAD_ACC16(80) \
       : "l"(a), "l"(b), "r"(add))
 #endif
 
@@ -603,8 +605,8 @@ __device__ __forceinline__ void consume(const CUtensorMap *map_out, const Argume
         uint32_t *word = reinterpret_cast<uint32_t *>(at);
         uint32_t old = *word;
         const T *pair = reinterpret_cast<const T *>(&old);
-        *word = pack<T>(acc[i] + static_cast<float>(pair[0]),
-                        acc[i + 1] + static_cast<float>(pair[1]));
+        *word =
+            pack<T>(acc[i] + static_cast<float>(pair[0]), acc[i + 1] + static_cast<float>(pair[1]));
       });
     } else {
       write_float(acc, staging, map_out, to, args.mode == kAddFloat);
@@ -621,8 +623,8 @@ __global__ void __launch_bounds__(kThreads, 1)
            const __grid_constant__ CUtensorMap map_out, const Arguments args) {
 #ifdef GROUPED_WGRAD_SM90_CODE
   extern __shared__ uint8_t dynamic[];
-  uint8_t *smem = reinterpret_cast<uint8_t *>(
-      (reinterpret_cast<uintptr_t>(dynamic) + 1023) & ~static_cast<uintptr_t>(1023));
+  uint8_t *smem = reinterpret_cast<uint8_t *>((reinterpret_cast<uintptr_t>(dynamic) + 1023) &
+                                              ~static_cast<uintptr_t>(1023));
   Barriers *shared = reinterpret_cast<Barriers *>(smem + kBarrierOffset);
   int rank;
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
